@@ -1,0 +1,75 @@
+"""What every algorithm takes and gives. Token quantities are flat: responses end to end, ``cu_seqlens`` their borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Elementwise sum over the ranks that share a rollout batch; the identity on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout batch on one rank: B responses with T tokens in all."""
+
+    scores: Tensor
+    """[B] fp32, reward of a response."""
+    group_ids: Tensor
+    """[B] int64, equal for responses to the same prompt; a group lies on one rank, its members side by side."""
+    truncated: Tensor
+    """[B] bool, cut off by its length."""
+    cu_seqlens: Tensor
+    """[B + 1] int64, where each response begins in the flat vectors."""
+    old_logprobs: Tensor
+    """[T] fp32, nats, of the policy at the start of the update."""
+    ref_logprobs: Tensor | None = None
+    """[T] fp32, nats, of the frozen reference; None without a KL penalty."""
+    values: Tensor | None = None
+    """[T] fp32, value model's estimate before each response token; only for algorithms that have one."""
+    end_values: Tensor | None = None
+    """[B] fp32, the estimate after the last response token."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, response tokens."""
+        return self.cu_seqlens.diff()
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the update minimises on a rollout batch."""
+
+    advantages: Tensor | None
+    """[T] fp32; None for a likelihood."""
+    normalise: Literal["token", "sequence"]
+    """Mean over the minibatch's response tokens, or over its responses of each response's token mean; over all ranks."""
+    loss: dict[str, Any]
+    """Keyword arguments of ``kernels.linear_policy_loss`` that do not vary by token."""
+    returns: Tensor | None = None
+    """[T] fp32, targets of the value model."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums a flat [T] vector by response: [B]."""
+    lengths = cu_seqlens.diff()
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths)
+    return torch.zeros(len(lengths), dtype=tokens.dtype, device=tokens.device).index_add_(0, owner, tokens)
+
+
+def kl_tokens(rollout: Rollout) -> Tensor:
+    """[T] the k1 estimate of KL(policy || reference) at each token: old minus reference log-probability; 0 without one."""
+    if rollout.ref_logprobs is None:
+        return torch.zeros_like(rollout.old_logprobs)
+    return rollout.old_logprobs - rollout.ref_logprobs
+
+
+def global_mean(values: Tensor, reduce: Reduce) -> float:
+    """Mean of the elements of every rank's ``values``."""
+    total = reduce(torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)]))
+    return float(total[0] / total[1].clamp(min=1))

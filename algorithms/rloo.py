@@ -1,0 +1,33 @@
+"""REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from algorithms.base import Objective, Reduce, Rollout, global_mean, kl_tokens, sequence_sums
+
+
+def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -> Objective:
+    """A response's advantage is its return less the mean return of the other responses to its prompt.
+
+    The return is score - beta * sum of kl_t. With ``ratio="sequence"`` one clipped ratio serves a response, the product
+    over its tokens, and the loss is the mean over responses; with ``"token"`` the loss is the mean over tokens.
+    """
+    returns = rollout.scores - kl_coef * sequence_sums(kl_tokens(rollout), rollout.cu_seqlens)
+    advantages = leave_one_out(returns, rollout.group_ids)
+    return Objective(
+        advantages=torch.repeat_interleave(advantages, rollout.lengths),
+        normalise="sequence" if ratio == "sequence" else "token",
+        loss={"loss": "clip", "ratio": ratio},
+        metrics={"rloo/zero_advantage_fraction": global_mean((advantages == 0).float(), reduce)},
+    )
+
+
+def leave_one_out(returns: Tensor, group_ids: Tensor) -> Tensor:
+    """[B] each return less the mean of the others in its group; every group has at least two members."""
+    _, group = torch.unique_consecutive(group_ids, return_inverse=True)
+    size = torch.bincount(group)
+    total = torch.zeros(len(size), dtype=returns.dtype, device=returns.device).index_add_(0, group, returns)
+    others = (total[group] - returns) / (size[group] - 1)
+    return returns - others

@@ -1,0 +1,115 @@
+"""The embedded task's starting checkpoint: a short supervised phase through the run's own trainer, cached."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from algorithms.base import Objective
+from engine import rollout, weights
+from engine.config import Config
+from engine.distributed import World
+from engine.generation.base import Sampling
+from engine.generation.hf import HFGenerator
+from engine.sample import Sample
+from engine.tasks import addition
+from engine.training import models
+from engine.training.trainer import Trainer
+
+BATCH = 128
+LEARNING_RATE = 2e-3
+CHECK_EVERY = 10
+STOP_AT = 0.33
+"""Held-out accuracy at which the phase ends: enough right answers to learn from, and much left to learn."""
+MAX_STEPS = 1000
+
+
+def starting_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> str:
+    """The folder of the task's starting policy for this seed, made on the first call. Collective.
+
+    It is kept under ``$TANDEM_CACHE`` (default ``~/.cache/tandem``).
+    """
+    recipe = f"{BATCH} {LEARNING_RATE} {CHECK_EVERY} {STOP_AT} {addition.model_config().to_json_string()}"
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:10]
+    cache = Path(os.environ.get("TANDEM_CACHE", "~/.cache/tandem")).expanduser()
+    folder = Path(world.broadcast(str(cache / f"addition-{key}-seed{config.seed}")))
+    if not world.broadcast((folder / "config.json").exists()):
+        say("No starting checkpoint yet: a short supervised phase makes one (once; it is cached)")
+        _make(folder, config, world, say)
+    return str(folder)
+
+
+def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]) -> None:
+    started = time.perf_counter()
+    tokenizer = addition.tokenizer()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        torch.manual_seed(config.seed)
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_config(addition.model_config()).save_pretrained(scratch)
+        trainer = Trainer(
+            _supervised(config), world, policy=models.load_policy(scratch), reference=None, value=None
+        )
+        generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=config.eval.prompts)
+    examples = addition.problems("train")
+    stops = rollout.stop_token_ids(tokenizer, ())
+    order = random.Random(config.seed)
+    for step in range(1, MAX_STEPS + 1):
+        rows = order.sample(examples, BATCH)[world.rank :: world.size]
+        batch = [
+            Sample(
+                index=i,
+                group_id=i,
+                prompt_ids=tokenizer.encode(row["prompt"]),
+                response_ids=[*tokenizer.encode(row["answer"], add_special_tokens=False), *stops],
+            )
+            for i, row in enumerate(rows)
+        ]
+        objective = Objective(advantages=None, normalise="token", loss={"loss": "likelihood"})
+        trainer.update(batch, {}, objective, order_seed=f"{config.seed}/{step}")
+        if step % CHECK_EVERY == 0:
+            accuracy = _accuracy(trainer, generator, tokenizer, stops, step)
+            if step % (5 * CHECK_EVERY) == 0 or accuracy >= STOP_AT:
+                say(f"  supervised step {step}: {accuracy:.0%} of held-out problems right, {time.perf_counter() - started:.0f} s")
+            if accuracy >= STOP_AT:
+                break
+    partial = folder.with_name(f"partial-{folder.name}")
+    weights.export(trainer.policy, str(partial), write=world.main)
+    if world.main:
+        tokenizer.save_pretrained(partial)
+        os.rename(partial, folder)
+    world.barrier()
+
+
+def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: object, stops: tuple[int, ...], step: int) -> float:
+    """Greedy accuracy on the first 512 held-out problems; every rank computes the same."""
+    generator.sleep()
+    generator.wake()
+    generator.load_weights(weights.full_weights(trainer.policy), step)
+    generator.start()
+    problems = addition.problems("held_out")[:512]
+    prompts = [rollout.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]  # type: ignore[attr-defined]
+    sampling = Sampling(addition.MAX_RESPONSE_TOKENS, 0.0, stops)
+    samples = rollout.sample(
+        prompts, generator, tokenizer, sampling, samples_per_prompt=1, first_group=0, seed=0, step=0  # type: ignore[arg-type]
+    )
+    right = addition.verify([s.response_text for s in samples], [row["answer"] for row in problems])
+    return sum(right) / len(right)
+
+
+def _supervised(config: Config) -> Config:
+    """The run's configuration with the supervised phase's own training settings."""
+    supervised = config.model_copy(deep=True)
+    supervised.train = type(config.train)(
+        steps=MAX_STEPS, learning_rate=LEARNING_RATE, tokens_per_microbatch=BATCH * 16, workspace_gib=config.train.workspace_gib, kernel_backend=config.train.kernel_backend,
+    )
+    supervised.model.dtype = "float32"
+    return supervised

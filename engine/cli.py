@@ -1,0 +1,178 @@
+"""Command line and YAML to one checked ``Config``: defaults <- file <- ``--section.key value``.
+
+Every fault is one line naming the key, raised as ``ConfigError`` before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from engine.config import Config, ConfigError, Section
+
+USAGE = "python -m engine.run --algo {ppo,rloo} [--config FILE.yaml] [--section.key value ...]"
+
+
+def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every leaf of the tree as (dotted key, field)."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
+    """Parses a command line.
+
+    Returns:
+        the configuration, and the options that are about the command itself (``config``, ``print_config``).
+
+    Raises:
+        ConfigError: unknown key (with a suggestion), wrong type, unreadable file.
+        SystemExit: after ``--help``.
+    """
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0]) if unknown[0].startswith("--") else
+                          f"'{unknown[0]}' is not an option; options read --section.key value")
+    given = {key: value for key, value in vars(options).items() if key not in ("config", "print_config")}
+    if options.config is None and "resume" in given:
+        options.config = str(Path(given["resume"]) / "config.yaml")
+        if not Path(options.config).is_file():
+            raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
+    elif options.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
+        options.config = str(quickstart())
+    tree = load_yaml(options.config) if options.config else {}
+    for key, text in given.items():
+        _assign(tree, key, _value(key, text))
+    config = validate(tree)
+    os.environ.update(config.env)
+    return config, options
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """Turns a nested mapping into a ``Config``; raises ``ConfigError`` for the first fault in it."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            raise ConfigError(_unknown(key)) from None
+        if isinstance(fault["input"], Mapping) and fault["type"] == "model_type":
+            raise ConfigError(f"{key} is a section; give its keys") from None
+        message = fault["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Reads a configuration file; an empty one is an empty mapping."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            tree = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: must be a mapping of sections, not a {type(tree).__name__}")
+    return tree
+
+
+def dump_yaml(config: Config) -> str:
+    """The whole configuration as YAML that ``--config`` takes again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def quickstart() -> Path:
+    """The configuration used when none is given: the embedded task on the CPU."""
+    here = Path(__file__).resolve().parent
+    inside, beside = here / "configs" / "quickstart.yaml", here.parent / "configs" / "quickstart.yaml"
+    return inside if inside.is_file() else beside
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.run", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Trains a language model by reinforcement learning from (human) feedback.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    top = parser.add_argument_group("run")
+    top.add_argument("--config", metavar="FILE.yaml", default=None,
+                     help="configuration file; its keys are those below, nested. Default: configs/quickstart.yaml")
+    top.add_argument("--print-config", action="store_true", default=False, help="print the resolved configuration and exit")
+    groups = {"": top}
+    for key, field in leaves():
+        section = key.rpartition(".")[0]
+        if section not in groups:
+            doc = (Config.model_fields[section].annotation.__doc__ or "").strip()  # type: ignore[union-attr]
+            groups[section] = parser.add_argument_group(section, doc)
+        default = field.get_default(call_default_factory=True)
+        shown = "" if default in (None, [], {}) else f" (default: {default})"
+        groups[section].add_argument(f"--{key}", metavar=_type_name(field.annotation),
+                                     help=f"{field.description}{shown}".replace("%", "%%"))
+    return parser
+
+
+def _type_name(annotation: Any) -> str:
+    """A short name of a leaf's type for ``--help``."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return "{" + ",".join(str(a) for a in args) + "}"
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin in (list, dict, tuple):
+        return origin.__name__.upper()
+    if args:
+        return "|".join(_type_name(a) for a in args if a is not type(None))
+    return str(getattr(annotation, "__name__", annotation)).upper()
+
+
+def _value(key: str, text: str) -> Any:
+    """A command-line string as what pydantic should see: containers by YAML, ``null`` as none, the rest as text."""
+    annotation = dict(leaves())[key].annotation
+    if text.lower() in ("null", "none") and type(None) in typing.get_args(annotation):
+        return None
+    if typing.get_origin(annotation) is typing.Literal:
+        return {str(choice): choice for choice in typing.get_args(annotation)}.get(text, text)
+    if typing.get_origin(annotation) in (list, dict, tuple):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, leaf = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{section} = {inner!r}: is a section; give its keys")
+        tree = inner
+    tree[leaf] = value
+
+
+def _unknown(key: str) -> str:
+    """One line for a key that does not exist, with the nearest ones that do."""
+    known = [name for name, _ in leaves()]
+    leaf = key.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == leaf]
+    near += difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    if not near:
+        near = [n for n in known if difflib.SequenceMatcher(None, leaf, n.rpartition(".")[2]).ratio() > 0.75]
+    hint = f"did you mean {' or '.join(dict.fromkeys(near[:2]))}?" if near else "--help lists all keys"
+    return f"unknown key '{key}'; {hint}"

@@ -1,0 +1,418 @@
+"""The configuration tree: typed, documented, checked before anything heavy is imported.
+
+Every leaf has a type, a default and a description with its unit; ``engine.cli`` turns them into command-line options
+and ``--help``. This module imports no torch, so that a bad configuration fails in well under a second.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+Path = str
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree: no unknown keys, no NaN or infinity, defaults checked like everything else."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name and "bool" not in str(cls.model_fields[info.field_name].annotation):
+            raise ValueError("is not a yes-or-no setting")
+        return value
+
+
+class Model(Section):
+    """The models and the numbers they compute in."""
+
+    path: Path | None = Field(
+        None,
+        description="Policy to start from: a Hugging Face folder or hub name. Default: with an embedded task, the "
+        "task's own starting checkpoint, trained once by a short supervised phase and cached",
+    )
+    value_path: Path | None = Field(
+        None,
+        description="Value model to start from (PPO): a causal language model (its value head starts at zero) or a "
+        "sequence classifier with one label. Default: model.path",
+    )
+    reference_path: Path | None = Field(
+        None, description="Frozen reference policy for the KL penalty. Default: model.path"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Numbers the models compute in; optimizer states and master weights are fp32 always"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time"
+    )
+
+
+class Data(Section):
+    """Where prompts come from."""
+
+    task: Literal["addition"] | None = Field(
+        None, description="Embedded task with its own prompts, verifier, tokenizer and held-out problems"
+    )
+    path: Path | None = Field(
+        None,
+        description="Prompts: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the package "
+        "datasets). Instead of data.task",
+    )
+    split: str = Field("train", description="Split of a Hugging Face data set to train on")
+    eval_path: Path | None = Field(
+        None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
+    )
+    eval_split: str | None = Field(None, description="Split of the Hugging Face data set data.path to evaluate on")
+    prompt_column: str = Field(
+        "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
+    )
+    chat_template: bool = Field(
+        False, description="Wrap string prompts as a user message in the tokenizer's chat template"
+    )
+    shuffle: bool = Field(True, description="New order of the prompts every epoch, drawn from the seed")
+
+
+class Reward(Section):
+    """What a response is worth. With an embedded task, its verifier unless given here."""
+
+    function: str | None = Field(
+        None,
+        description="Python reward: 'module:function' or 'file.py:function', called with keyword lists prompts, "
+        "completions, completion_ids and the data set's columns; returns a list of floats",
+    )
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Clip the score of a response to [-clip, clip], in units of reward. Default: no clipping"
+    )
+
+
+class Rollout(Section):
+    """What one generation phase makes, counted over all ranks."""
+
+    prompts_per_step: Positive = Field(64, description="Prompts in a rollout batch, over all ranks")
+    samples_per_prompt: Positive = Field(4, description="Responses sampled for each prompt (a group)")
+    max_prompt_tokens: Positive = Field(
+        512, description="Longest prompt, in tokens; longer ones are dropped at load and counted"
+    )
+    max_response_tokens: Positive = Field(128, description="Longest response, in tokens, end-of-sequence included")
+    missing_eos_penalty: NonNegative | None = Field(
+        None, description="Subtracted from the reward of a response cut off by its length. Default: nothing"
+    )
+    missing_eos_reward: float | None = Field(
+        None, description="Replaces the reward of a response cut off by its length. Default: nothing"
+    )
+
+
+class Generation(Section):
+    """How responses are sampled."""
+
+    backend: Literal["hf", "vllm"] = Field("hf", description="Sampler: transformers' own generation, or vLLM in process")
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Sampling temperature; the trainer's log-probabilities use the same one"
+    )
+    top_p: float = Field(
+        1.0, description="Must stay 1: truncated sampling biases the policy ratio by the probability mass it keeps"
+    )
+    stop_tokens: list[str] = Field(
+        default_factory=list, description="Further tokens that end a response, each one token of the tokenizer"
+    )
+    tensor_parallel: Positive = Field(1, description="Ranks that share one vLLM engine")
+    max_batch: Positive = Field(256, description="Most responses sampled at a time on one rank")
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.3, description="Share of a GPU's memory that vLLM may use for weights and KV cache"
+    )
+    max_logprob_gap: Annotated[float, Field(gt=0)] = Field(
+        0.1,
+        description="The run fails when sampler and trainer disagree by more than this about the sampled tokens: mean "
+        "absolute log-probability difference over a minibatch, in nats",
+    )
+    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Memory of vLLM's KV cache on the CPU, in GiB"
+    )
+
+
+class Train(Section):
+    """The update: minibatches are optimizer steps, microbatches are forward passes."""
+
+    steps: Positive = Field(100, description="Rollout batches to train on")
+    learning_rate: NonNegative = Field(1e-6, description="Peak learning rate of the policy (AdamW)")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up, over all optimizer steps of the run; decays to 0"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Optimizer steps of linear warm-up")
+    epochs_per_batch: Positive = Field(1, description="Passes over one rollout batch")
+    minibatches_per_batch: Positive = Field(1, description="Optimizer steps in one pass over a rollout batch")
+    tokens_per_microbatch: Positive = Field(
+        8192, description="Token budget of one forward pass on one rank, prompts and responses packed without padding"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
+    max_grad_norm: NonNegative = Field(1.0, description="Gradient clipping by global norm; 0 turns it off")
+    adam_betas: tuple[Unit, Unit] = Field((0.9, 0.95), description="AdamW's two decay rates")
+    adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: NonNegative = Field(0.0, description="AdamW's decoupled weight decay")
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="The policy ratio is clipped below at 1 - clip_low"
+    )
+    clip_high: Annotated[float, Field(gt=0)] = Field(
+        0.2, description="The policy ratio is clipped above at 1 + clip_high"
+    )
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss, per token")
+    workspace_gib: Annotated[float, Field(gt=0)] = Field(
+        1.25, description="Most memory the loss kernels may use besides the gradients, in GiB"
+    )
+    kernel_backend: Literal["reference", "cpu"] | None = Field(
+        None, description="Backend of the loss kernels. Default: the fastest one built for the device"
+    )
+
+
+class KL(Section):
+    """Distance kept to the frozen reference policy."""
+
+    coef: NonNegative = Field(
+        0.05, description="Weight of the KL penalty in the reward, per nat; 0 runs without a reference model"
+    )
+    estimator: Literal["k1"] = Field(
+        "k1", description="Estimator of the KL inside the reward: k1 is log-policy minus log-reference"
+    )
+    target: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Adaptive coefficient (Ziegler et al. 2019): KL of a response to aim at, in nats"
+    )
+    horizon: Positive = Field(10000, description="Episodes over which the adaptive coefficient changes by its relative error, which is cut to 20 percent")
+
+
+class PPO(Section):
+    """PPO's advantages and value model."""
+
+    gamma: Unit = Field(1.0, description="Discount per token")
+    lam: Unit = Field(0.95, description="GAE's lambda")
+    whiten_advantages: bool = Field(
+        True, description="Shift and scale advantages to mean 0, variance 1 over the rollout batch's response tokens"
+    )
+    bootstrap_truncated: bool = Field(
+        False, description="Responses cut off by their length end with the value model's estimate instead of 0"
+    )
+    value_clip: Annotated[float, Field(gt=0)] = Field(
+        0.2, description="New values are clipped to the old ones plus or minus this, in units of return"
+    )
+    value_coef: NonNegative = Field(0.1, description="Weight of the value loss")
+    value_learning_rate: NonNegative | None = Field(
+        None, description="Peak learning rate of the value model. Default: train.learning_rate"
+    )
+    value_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="First steps in which only the value model is trained"
+    )
+
+
+class RLOO(Section):
+    """RLOO's policy ratio."""
+
+    ratio: Literal["sequence", "token"] = Field(
+        "sequence", description="Clip one ratio a response (its product over tokens) or one a token"
+    )
+
+
+class OffPolicy(Section):
+    """Correction for the distance between the sampler's and the trainer's policy."""
+
+    correction: bool | None = Field(
+        None,
+        description="Truncated importance weights min(exp(old - behaviour), cap). Default: on when the sampler computes "
+        "in other numerics than the trainer",
+    )
+    cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Largest importance weight")
+
+
+class Schedule(Section):
+    """Who runs where, and how far generation may run ahead."""
+
+    placement: Literal["colocated"] = Field(
+        "colocated", description="Generation and training take turns on the same devices"
+    )
+    staleness: Literal[0] = Field(0, description="Updates between sampling and training on a sample; 0 is synchronous")
+
+
+class Launch(Section):
+    """Processes and devices."""
+
+    ranks: Positive | None = Field(
+        None, description="Processes on this machine. Default: one for each GPU, one on a CPU. Under torchrun: its own"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto takes the GPU if there is one")
+    timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="How long one rank waits for another before the run fails; longer than the longest rollout"
+    )
+
+
+class Eval(Section):
+    """Held-out evaluation, greedy."""
+
+    every_steps: Annotated[int, Field(ge=0)] = Field(
+        10, description="Evaluate every so many steps, and before and after training; 0 only before and after"
+    )
+    prompts: Positive = Field(512, description="Held-out prompts used, the first ones of the set")
+
+
+class Save(Section):
+    """Checkpoints: written under another name, then renamed, so that a kill leaves the last good one."""
+
+    every_steps: Annotated[int, Field(ge=0)] = Field(
+        50, description="Write a checkpoint every so many steps, and at the end; 0 only at the end"
+    )
+    keep: Positive = Field(1, description="Checkpoints kept besides the newest")
+    samples_per_step: Annotated[int, Field(ge=0)] = Field(8, description="Samples of each step written to samples.jsonl")
+
+
+class Config(Section):
+    """One run of Tandem."""
+
+    algo: Literal["ppo", "rloo"] = Field("ppo", description="Algorithm")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Fixes prompts' order, sampling, minibatches and new weights"
+    )
+    output_dir: Path = Field("runs", description="Folder that holds one folder a run")
+    name: str | None = Field(None, description="The run's folder. Default: algorithm, data and time of day")
+    resume: Path | None = Field(
+        None, description="Run folder to go on with; its configuration is the default for everything else"
+    )
+    live: bool | None = Field(None, description="Live display or plain lines. Default: live on a terminal")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables to set before anything loads")
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    reward: Reward = Field(default_factory=Reward)
+    rollout: Rollout = Field(default_factory=Rollout)
+    generation: Generation = Field(default_factory=Generation)
+    train: Train = Field(default_factory=Train)
+    kl: KL = Field(default_factory=KL)
+    ppo: PPO = Field(default_factory=PPO)
+    rloo: RLOO = Field(default_factory=RLOO)
+    off_policy: OffPolicy = Field(default_factory=OffPolicy)
+    schedule: Schedule = Field(default_factory=Schedule)
+    launch: Launch = Field(default_factory=Launch)
+    eval: Eval = Field(default_factory=Eval)
+    save: Save = Field(default_factory=Save)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stringify_env(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and isinstance(raw.get("env"), dict):
+            raw = {**raw, "env": {str(k): str(v) for k, v in raw["env"].items()}}
+        return raw
+
+    def check(self, world_size: int) -> None:
+        """Checks what no single key can: arithmetic of batches, combinations, files that must exist.
+
+        Raises:
+            ConfigError: with one line for the first thing that is wrong and what to do about it.
+        """
+        self._check_sources()
+        self._check_batches(world_size)
+        if self.generation.top_p != 1.0:
+            raise ConfigError(
+                f"generation.top_p is {self.generation.top_p}, but training needs 1: truncated sampling biases the "
+                "policy ratio by the probability mass it keeps"
+            )
+        if self.rollout.missing_eos_penalty is not None and self.rollout.missing_eos_reward is not None:
+            raise ConfigError(
+                "rollout.missing_eos_penalty subtracts from the reward and rollout.missing_eos_reward replaces it: give one"
+            )
+        if self.kl.target is not None and self.kl.coef == 0:
+            raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
+        if self.off_policy.correction is False and self.schedule.staleness > 0:
+            raise ConfigError("off_policy.correction cannot be off with schedule.staleness > 0")
+        if self.algo == "rloo" and self.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but RLOO's baseline is the mean reward "
+                "of the other responses of the prompt: it needs at least 2"
+            )
+        if self.algo == "ppo" and self.ppo.value_warmup_steps >= self.train.steps:
+            raise ConfigError(
+                f"ppo.value_warmup_steps ({self.ppo.value_warmup_steps}) leaves none of train.steps "
+                f"({self.train.steps}) to train the policy"
+            )
+        if self.generation.tensor_parallel > 1 and self.generation.backend != "vllm":
+            raise ConfigError("generation.tensor_parallel needs generation.backend vllm")
+        if world_size % self.generation.tensor_parallel:
+            raise ConfigError(
+                f"generation.tensor_parallel ({self.generation.tensor_parallel}) must divide the number of ranks ({world_size})"
+            )
+        if self.model.dtype == "float16" and self.launch.device == "cpu":
+            raise ConfigError("model.dtype float16 cannot train on the CPU: take float32 or bfloat16")
+
+    def _check_sources(self) -> None:
+        data, reward = self.data, self.reward
+        if (data.task is None) == (data.path is None):
+            raise ConfigError("give prompts by exactly one of data.task and data.path")
+        if data.task is None and self.model.path is None:
+            raise ConfigError("model.path is missing: only an embedded task (data.task) has a starting model of its own")
+        if data.task is None and reward.function is None:
+            raise ConfigError("reward.function is missing: only an embedded task (data.task) has a verifier of its own")
+        if reward.function is not None and reward.function.count(":") != 1:
+            raise ConfigError(f"reward.function '{reward.function}' must read 'module:function' or 'file.py:function'")
+        if reward.function is not None and (file := reward.function.split(":")[0]).endswith(".py"):
+            _must_exist("reward.function", file)
+        for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+            if path is not None and (path.endswith((".jsonl", ".parquet")) or path.startswith((".", "/"))):
+                _must_exist(key, path)
+        for key, path in (
+            ("model.path", self.model.path),
+            ("model.value_path", self.model.value_path),
+            ("model.reference_path", self.model.reference_path),
+        ):
+            if path is not None and path.startswith((".", "/")):
+                _must_exist(key, path)
+
+    def _check_batches(self, world_size: int) -> None:
+        rollout, train = self.rollout, self.train
+        if rollout.prompts_per_step % world_size:
+            raise ConfigError(
+                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of the number of ranks ({world_size})"
+            )
+        if self.episodes_per_step % (train.minibatches_per_batch * world_size):
+            raise ConfigError(
+                f"{self.episodes_per_step} episodes a step (rollout.prompts_per_step x samples_per_prompt) do not split into "
+                f"{train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on {world_size} rank(s)"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        if train.tokens_per_microbatch < longest:
+            raise ConfigError(
+                f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest sequence: "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+            )
+
+    @property
+    def episodes_per_step(self) -> int:
+        """Responses in a rollout batch, over all ranks."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.train.steps * self.train.epochs_per_batch * self.train.minibatches_per_batch
+
+    def arithmetic(self, world_size: int) -> str:
+        """The batch vocabulary of this run, as a person would check it."""
+        r, t = self.rollout, self.train
+        minibatch = self.episodes_per_step // t.minibatches_per_batch
+        return (
+            f"step     {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = {self.episodes_per_step} episodes"
+            f" (on {world_size} rank{'s' if world_size > 1 else ''}: {self.episodes_per_step // world_size} each)\n"
+            f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} episodes"
+            f" = {t.epochs_per_batch * t.minibatches_per_batch} optimizer steps;"
+            f" microbatches of up to {t.tokens_per_microbatch} tokens a rank\n"
+            f"run      {t.steps} steps = {t.steps * self.episodes_per_step} episodes, {self.optimizer_steps} optimizer steps"
+        )
+
+
+class ConfigError(ValueError):
+    """The configuration cannot work; the message is one line that says why and what to do."""
+
+
+def _must_exist(key: str, path: str) -> None:
+    if not os.path.exists(path):
+        raise ConfigError(f"{key}: there is no '{path}'")

@@ -1,0 +1,1 @@
+"""Samplers behind one interface: transformers (``hf``) and vLLM (``vllm``)."""

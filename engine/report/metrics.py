@@ -1,0 +1,98 @@
+"""Which metrics are shown, under which names and in which units: one list for the page and the pictures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.report.format import number, percent
+
+PHASES = ("generate", "reward", "old", "ref", "value", "train", "sync", "eval", "save")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One chart. ``metrics`` maps the legend's words to metric names.
+
+    Values below ``low`` are drawn at it; ``exact`` ones have no noise to smooth away.
+    """
+
+    title: str
+    note: str
+    metrics: dict[str, str]
+    show: Callable[[float], str] = number
+    from_zero: bool = False
+    low: float | None = None
+    exact: bool = False
+
+
+CURVES = (
+    Curve(
+        "Accuracy",
+        "Share of responses that are right: while training (sampled), and on held-out prompts.",
+        {"train": "reward/accuracy", "held-out": "eval/accuracy"},
+        percent,
+        from_zero=True,
+    ),
+    Curve("Reward", "Mean score of a response, before any KL penalty.", {"reward": "reward/mean"}),
+    Curve("KL to the reference", "How far the policy has moved from where it started.", {"KL": "kl/ref_mean"}),
+    Curve(
+        "Entropy",
+        "Nats a token. A fall to zero means that the policy has stopped exploring.",
+        {"entropy": "policy/entropy"},
+        from_zero=True,
+    ),
+    Curve("Policy loss", "The surrogate objective; its level says little, jumps say a lot.", {"loss": "policy/loss"}),
+    Curve(
+        "Clip fraction",
+        "Share whose probability ratio left the trust region and got no gradient.",
+        {"clipped": "policy/clip_fraction"},
+        percent,
+        from_zero=True,
+    ),
+    Curve(
+        "Probability ratio",
+        "New to old policy, mean. Close to 1 when the data is fresh.",
+        {"ratio": "policy/ratio_mean"},
+    ),
+    Curve("Value loss", "Error of the value model against the returns.", {"loss": "value/loss"}, from_zero=True),
+    Curve(
+        "Value explained variance",
+        "1: the value model predicts the returns; 0: no better than their mean. Below -1 drawn at -1.",
+        {"explained": "value/explained_variance"},
+        low=-1.0,
+    ),
+    Curve(
+        "Gradient norm", "Before clipping.", {"policy": "policy/grad_norm", "value": "value/grad_norm"}, from_zero=True
+    ),
+    Curve("Response length", "Mean tokens a response.", {"tokens": "rollout/response_tokens_mean"}, from_zero=True),
+    Curve(
+        "Stopped by itself",
+        "Share of responses that ended with the end token rather than at the length limit.",
+        {"stopped": "rollout/stopped_fraction"},
+        percent,
+        from_zero=True,
+    ),
+    Curve("Tokens a second", "Over the whole step.", {"tokens/s": "tokens_per_second"}, from_zero=True),
+    Curve(
+        "Peak memory",
+        "GiB, on the fullest GPU (or the process, on a CPU).",
+        {"GiB": "memory/peak_gib"},
+        from_zero=True,
+        exact=True,
+    ),
+    Curve("Learning rate", "Of the policy.", {"rate": "policy/lr"}, from_zero=True, exact=True),
+)
+
+PHASE_TITLE = "Seconds a step, by phase"
+PHASE_NOTE = "Where the time goes; the phases take turns on the same GPUs."
+
+
+def phases_in(names: list[str]) -> list[str]:
+    """The phases that have a ``time/…`` metric among ``names``, in the order of a step; unknown ones come last."""
+    timed = [name.removeprefix("time/") for name in names if name.startswith("time/") and name != "time/step"]
+    return [phase for phase in PHASES if phase in timed] + [phase for phase in timed if phase not in PHASES]
+
+
+def other_metrics(names: list[str]) -> list[str]:
+    """The metrics that no curve shows, in the order given."""
+    shown = {metric for curve in CURVES for metric in curve.metrics.values()}
+    return [name for name in names if name not in shown and not name.startswith("time/")]

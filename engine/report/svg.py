@@ -1,0 +1,192 @@
+"""Charts as inline SVG, drawn without any library: lines, and areas stacked on each other.
+
+Every chart carries one invisible strip for each point. Pointing at (or tapping) a strip shows its values, in CSS alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import accumulate, pairwise
+
+from engine.report.format import buckets, number, percent
+
+Point = tuple[int, float]
+Show = Callable[[float], str]
+Mark = tuple[str, float, float]  # text, size, height at which to put a dot (NaN: none)
+
+WIDTH, HEIGHT = 380, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 20, 22
+_MOST_POINTS = 150  # more than one point for two pixels can be neither seen nor pointed at
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line. ``style`` is the CSS class of its colour.
+
+    ``exact`` values have no noise to smooth away; ``dots`` marks points that are few (and exact).
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str
+    exact: bool = False
+    dots: bool = False
+
+
+def line_chart(series: Sequence[Series], show: Show, *, from_zero: bool = False, low: float | None = None) -> str:
+    """Lines over the steps: each point as a faint line and its running mean as a strong one."""
+    floor = -math.inf if low is None else low
+    thinned = [replace(s, points=[(x, max(y, floor)) for x, y in thin(s.points)]) for s in series if s.points]
+    values = [y for s in thinned for _, y in s.points] + ([0.0] if from_zero else [])
+    frame = _Frame.around([x for s in thinned for x, _ in s.points], values)
+    drawn = []
+    for s in thinned:
+        exact = s.exact or s.dots
+        if not exact:
+            drawn.append(f'<path class="raw {s.style}" d="{frame.path(s.points)}"/>')
+        drawn.append(f'<path class="line {s.style}" d="{frame.path(s.points if exact else smooth(s.points))}"/>')
+        if s.dots:
+            drawn += [f'<circle class="dot {s.style}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>' for x, y in s.points]
+    marks: dict[int, list[Mark]] = {}
+    for s in thinned:
+        for x, y in s.points:
+            marks.setdefault(x, []).append((f"{s.name} {show(y)}", y, y))
+    return _svg(frame, show, drawn, _strips(frame, marks))
+
+
+def stacked_chart(series: Sequence[Series], show: Show) -> str:
+    """Areas on top of each other, for parts of a whole. A part that a step lacks counts as zero there."""
+    steps = sorted({x for s in series for x, _ in s.points})
+    known = {s.name: dict(s.points) for s in series}
+    columns = {s.name: thin([(x, known[s.name].get(x, 0.0)) for x in steps]) for s in series}
+    xs = [x for x, _ in next(iter(columns.values()))]
+    base = [0.0] * len(xs)
+    areas = []
+    marks: dict[int, list[Mark]] = {x: [] for x in xs}
+    tops = [sum(columns[s.name][i][1] for s in series) for i in range(len(xs))]
+    frame = _Frame.around(xs, [0.0, *tops])
+    for s in series:
+        top = [low + y for low, (_, y) in zip(base, columns[s.name], strict=True)]
+        there = frame.path(list(zip(xs, top, strict=True)))
+        back = frame.path(list(zip(xs, base, strict=True))[::-1]).replace("M", "L")
+        areas.append(f'<path class="area {s.style}" d="{there}{back}Z"/>')
+        for x, (_, y) in zip(xs, columns[s.name], strict=True):
+            if y > 0:
+                marks[x].append((f"{s.name} {show(y)}", y, math.nan))
+        base = top
+    for x, total in zip(xs, tops, strict=True):
+        # The label has room for the three longest; the title that a mouse waits for names them all.
+        marks[x].sort(key=lambda mark: -mark[1])
+        marks[x].insert(0, (f"{show(total)}:", total, total))
+    return _svg(frame, show, areas, _strips(frame, marks, in_label=4))
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most ``_MOST_POINTS`` points: each the mean of its neighbours, placed at their last step."""
+    parts = buckets(points, _MOST_POINTS)
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Mean over a window of about an eighth of the run, centred on each point, so that a trend is not drawn late.
+
+    Towards the ends the window shrinks for the same reason, but keeps a quarter of its width: one step is mostly noise.
+    """
+    most, least = len(points) // 16, len(points) // 32
+    sums = list(accumulate((y for _, y in points), initial=0.0))
+    result = []
+    for index, (x, _) in enumerate(points):
+        reach = max(min(most, index, len(points) - 1 - index), least)
+        start, end = max(index - reach, 0), min(index + reach + 1, len(points))
+        result.append((x, (sums[end] - sums[start]) / (end - start)))
+    return result
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) from at or below ``low`` to at or above ``high``."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The axes: data coordinates in, pixels out."""
+
+    x_ticks: list[int]
+    y_ticks: list[float]
+    x_low: int
+    x_high: int
+
+    @staticmethod
+    def around(xs: Sequence[int], ys: Sequence[float]) -> "_Frame":
+        low, high = min(ys), max(ys)
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            # A flat line gets some air, so that it has a scale at all.
+            air = abs(high) * 0.1 or 1.0
+            low, high = (low - air, high + air) if low else (0.0, high + air)
+        x_low, x_high = min(xs), max(xs)
+        x_ticks = ticks(x_low, x_high, 5) if x_high > x_low else [float(x_low)]
+        whole = sorted({round(x) for x in x_ticks if x_low <= x <= x_high and abs(x - round(x)) < 1e-6})
+        return _Frame(whole, ticks(low, high, 5), x_low, max(x_high, x_low + 1))
+
+    def x(self, value: float) -> float:
+        return round(_LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return round(HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM), 1)
+
+    def path(self, points: Sequence[Point]) -> str:
+        return "M" + "L".join(f"{self.x(x)} {self.y(y)}" for x, y in points)
+
+
+def _svg(frame: _Frame, show: Show, drawn: list[str], strips: list[str]) -> str:
+    grid = []
+    for value in frame.y_ticks:
+        y = frame.y(value)
+        grid.append(f'<path class="grid" d="M{_LEFT} {y}H{WIDTH - _RIGHT}"/>')
+        grid.append(
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{escape(_tick(value, show))}</text>'
+        )
+    for step in frame.x_ticks:
+        grid.append(f'<text class="tick" x="{frame.x(step)}" y="{HEIGHT - 6}" text-anchor="middle">{step}</text>')
+    body = "".join([*grid, *drawn, *strips])
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{body}</svg>'
+
+
+def _tick(value: float, show: Show) -> str:
+    """A tick's label: as exact as it must be to differ from its neighbours, without zeros that say nothing."""
+    if show is percent:
+        return f"{100 * value:.6g}%"
+    if show is number and abs(value) < 1000:
+        return f"{value:.6g}"
+    text = show(value)
+    digits = text.rstrip("kMGs ")
+    return digits.rstrip("0").rstrip(".") + text[len(digits) :] if "." in digits else text
+
+
+def _strips(frame: _Frame, marks: dict[int, list[Mark]], in_label: int = 3) -> list[str]:
+    """For each step an invisible strip with its title, its label and the points it marks (NaN marks none)."""
+    steps = sorted(marks)
+    places = [frame.x(step) for step in steps]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
+    strips = []
+    for index, step in enumerate(steps):
+        texts = [text for text, _, _ in marks[step]]
+        dots = "".join(
+            f'<circle cx="{places[index]}" cy="{frame.y(at)}" r="3.5"/>'
+            for _, _, at in marks[step]
+            if math.isfinite(at)
+        )
+        label = escape(f"step {step}   " + "   ".join(texts[:in_label]))
+        strips.append(
+            f'<g class="at"><title>{escape(f"step {step}: " + ", ".join(texts).replace(":,", ":"))}</title>'
+            f'<rect x="{edges[index]:.1f}" y="{_TOP}" width="{max(edges[index + 1] - edges[index], 0.5):.1f}"'
+            f' height="{HEIGHT - _TOP - _BOTTOM}"/>{dots}'
+            f'<text x="{WIDTH - _RIGHT}" y="11" text-anchor="end">{label}</text></g>'
+        )
+    return strips

@@ -1,0 +1,277 @@
+"""Everything a run holds while it trains, and the loop's verbs on it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from algorithms import kl_control
+from algorithms.base import Rollout
+from engine import bootstrap, cli, data, distributed, experience, launch, rewards, rollout, state, weights
+from engine.config import Config
+from engine.distributed import World
+from engine.generation.base import Generator, Sampling
+from engine.report.closing import closing_lines
+from engine.report.recorder import Recorder
+from engine.sample import Sample
+from engine.summary import peak_memory_gib, summary
+from engine.training import models
+from engine.training.trainer import Trainer
+
+
+class Session:
+    """A run in progress on one rank. Methods are collective unless they say otherwise."""
+
+    def __init__(self, config: Config, world: World, run_dir: Path, recorder: Recorder | None) -> None:
+        self.config, self.world, self.run_dir, self._recorder = config, world, run_dir, recorder
+        self._phases: dict[str, float] = defaultdict(float)
+        self.say(config.arithmetic(world.size))
+
+        self.reward_function = rewards.load(config)
+        path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        prompts, self._held_out, notes = data.load(config, self.tokenizer)
+        for note in notes:
+            self.say(note)
+        self._prompts = data.PromptStream(prompts, config.seed, config.data.shuffle)
+        self._stops = rollout.stop_token_ids(self.tokenizer, config.generation.stop_tokens)
+        self.generator = _generator(config, path, world)
+        self.trainer = self._build_trainer(path)
+
+        self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=world.size)
+        if config.resume and (checkpoint := state.newest(run_dir)):
+            self.state = state.load(checkpoint, self.trainer, world)
+            self.say(f"Resumed from {checkpoint}")
+        self._prompts.cursor = self.state.cursor
+        self._metric: float | None = None
+        self._binary_scores = True
+        self._step_started = time.perf_counter()
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config, config_file: str | None) -> Iterator[Session]:
+        """Joins the ranks and builds the run; on the way out the report is written, also for a crash."""
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        torch.manual_seed(config.seed)
+        with distributed.joined(launch.device_type(config), config.launch.timeout_minutes) as world:
+            run_dir = Path(world.broadcast(str(_run_dir(config, config_file))))
+            with _recording(config, world, run_dir) as recorder:
+                session = cls(config, world, run_dir, recorder)
+                yield session
+                session.generator.close()
+
+    def say(self, text: str) -> None:
+        """Tells the person something; on rank 0."""
+        if self._recorder:
+            self._recorder.message(text)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a part of the step and shows it as the one in progress. Not collective."""
+        started = time.perf_counter()
+        with self._recorder.phase(name) if self._recorder else contextlib.nullcontext():
+            yield
+            if self.world.device.type == "cuda":
+                torch.cuda.synchronize()
+        self._phases[name] += time.perf_counter() - started
+
+    def sample(self) -> list[Sample]:
+        """Takes the step's prompts from the stream and samples this rank's share of the responses."""
+        config, world = self.config, self.world
+        self._step_started = time.perf_counter()
+        batch = self._prompts.take(config.rollout.prompts_per_step)
+        share = len(batch) // world.size
+        return rollout.sample(
+            batch[world.rank * share : (world.rank + 1) * share],
+            self.generator,
+            self.tokenizer,
+            self._sampling(config.generation.temperature),
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            first_group=world.rank * share,
+            seed=config.seed,
+            step=self.state.step,
+        )
+
+    def hand_over(self) -> None:
+        """Gives the trainer's current weights to the sampler."""
+        if self.generator.state == "ready":
+            self.generator.sleep()
+        self.generator.wake()
+        self.generator.load_weights(weights.full_weights(self.trainer.policy), self.state.version)
+        self.generator.start()
+
+    def finish_step(self, samples: list[Sample], batch: Rollout, metrics: dict[str, float]) -> None:
+        """Advances the state and records the step."""
+        config, world, current = self.config, self.world, self.state
+        seconds = time.perf_counter() - self._step_started
+        tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
+        metrics = experience.metrics(samples, batch, world) | metrics
+        if config.kl.coef:
+            metrics["kl/coef"] = current.kl_coef
+        if config.kl.target is not None:
+            current.kl_coef = kl_control.adapted(
+                current.kl_coef, metrics["kl/ref_mean"], config.kl.target, config.kl.horizon, config.episodes_per_step
+            )
+        current.step += 1
+        current.episode += config.episodes_per_step
+        current.cursor = self._prompts.cursor
+        current.seconds += seconds
+        current.tokens += tokens
+        metrics |= {
+            "progress/episode": current.episode,
+            "progress/epoch": self._prompts.epoch,
+            "tokens_per_second": tokens / seconds,
+            "memory/peak_gib": world.max(peak_memory_gib(world.device)),
+            "time/step": seconds,
+            **{f"time/{name}": spent for name, spent in self._phases.items()},
+        }
+        self._phases.clear()
+        if self._recorder:
+            self._recorder.step(current.step, metrics)
+            advantage_free = samples[: config.save.samples_per_step]
+            self._recorder.samples(current.step, [_row(sample) for sample in advantage_free])
+
+    def evaluate(self, before_training: bool = False) -> None:
+        """Greedy responses to the held-out prompts, if it is time."""
+        config, current = self.config, self.state
+        last = current.step == config.train.steps
+        due = last or before_training or (config.eval.every_steps and current.step % config.eval.every_steps == 0)
+        if not self._held_out or not due:
+            return
+        with self.phase("eval"):
+            mine = self._held_out[self.world.rank :: self.world.size]
+            samples = rollout.sample(
+                mine, self.generator, self.tokenizer, self._sampling(0.0), samples_per_prompt=1, first_group=0, seed=0, step=0
+            )
+            rewards.score(samples, self.reward_function, config)
+        raw = torch.tensor([sample.reward_parts["score"] for sample in samples], dtype=torch.float64)
+        total, count, binary = self.world.sum(
+            torch.stack([raw.sum(), torch.tensor(float(len(raw))), ((raw == 0) | (raw == 1)).double().sum()])
+        ).tolist()
+        self._metric, self._binary_scores = total / count, binary == count
+        if current.step == 0:
+            current.metric_before = self._metric
+        current.best_metric = max(self._metric, current.best_metric if current.best_metric is not None else self._metric)
+        if self._recorder:
+            name = "eval/accuracy" if self._binary_scores else "eval/reward"
+            self._recorder.evaluation(current.step, {name: self._metric})
+
+    def save(self) -> None:
+        """Writes a checkpoint, if it is time."""
+        every, step = self.config.save.every_steps, self.state.step
+        if step == self.config.train.steps or (every and step % every == 0):
+            with self.phase("save"):
+                state.save(self.run_dir, self.state, self.trainer, self.world, self.config.save.keep)
+
+    def finish(self) -> None:
+        """Exports the policy, closes the report, says what was learned."""
+        config = self.config
+        model_dir = self.run_dir / "model"
+        with self.phase("save"):
+            weights.export(self.trainer.policy, str(model_dir), write=self.world.main)
+        peak = self.world.max(peak_memory_gib(self.world.device))
+        if not self._recorder:
+            return
+        self.tokenizer.save_pretrained(model_dir)
+        result = summary(config, self.state, self._metric, self._binary_scores, peak)
+        self._recorder.close(result)
+        go_on = [
+            f"python -m engine.run --resume {self.run_dir} --train.steps {2 * config.train.steps}   # train longer",
+            f"tensorboard --logdir {self.run_dir.parent}",
+            f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
+        ]
+        print(closing_lines(result, self.run_dir, go_on))
+
+    def _sampling(self, temperature: float) -> Sampling:
+        return Sampling(self.config.rollout.max_response_tokens, temperature, self._stops)
+
+    def _build_trainer(self, path: str) -> Trainer:
+        config, checkpointing = self.config, self.config.model.gradient_checkpointing
+        policy = models.load_policy(path, checkpointing)
+        reference = models.load_policy(config.model.reference_path or path) if config.kl.coef > 0 else None
+        value = None
+        if config.algo == "ppo":
+            value_path = config.model.value_path or path
+            value, new_head = models.load_value(value_path, checkpointing)
+            if new_head:
+                self.say(f"The value model starts from {value_path} with a new head, at zero")
+        return Trainer(config, self.world, policy=policy, reference=reference, value=value)
+
+
+@contextlib.contextmanager
+def _recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder | None]:
+    """Rank 0's recorder, closed with the error if there was one; None on the others."""
+    if not world.main:
+        yield None
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
+    (run_dir / "config.yaml").write_text(cli.dump_yaml(resolved))
+    checkpoint = state.newest(run_dir) if config.resume else None
+    recorder = Recorder(
+        run_dir,
+        header={
+            "algo": config.algo,
+            "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
+            "data": config.data.task or config.data.path,
+            "seed": config.seed,
+            "backend": config.generation.backend,
+            "world_size": world.size,
+            "device": str(world.device),
+        },
+        total_steps=config.train.steps,
+        start_step=state.read(checkpoint).step if checkpoint else 0,
+        live=config.live,
+    )
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.close(error=error)
+        raise
+
+
+def _run_dir(config: Config, config_file: str | None) -> Path:
+    if config.resume:
+        return Path(config.resume)
+    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
+    return Path(config.output_dir) / (config.name or f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _generator(config: Config, path: str, world: World) -> Generator:
+    generation, rollout_ = config.generation, config.rollout
+    if generation.backend == "hf":
+        from engine.generation.hf import HFGenerator
+
+        dtype = getattr(torch, config.model.dtype)
+        return HFGenerator(path, dtype=dtype, device=world.device, max_batch=generation.max_batch)
+    from engine.generation.vllm import VLLMGenerator
+
+    return VLLMGenerator(
+        path,
+        dtype=config.model.dtype,
+        max_model_len=rollout_.max_prompt_tokens + rollout_.max_response_tokens,
+        max_num_seqs=generation.max_batch,
+        seed=config.seed,
+        cpu_kv_cache_gib=generation.cpu_kv_cache_gib,
+        gpu_memory_utilization=generation.gpu_memory_fraction,
+        tensor_parallel=generation.tensor_parallel,
+    )
+
+
+def _row(sample: Sample) -> dict[str, object]:
+    return {
+        "prompt": sample.prompt_text,
+        "response": sample.response_text,
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        **sample.reward_parts,
+    }

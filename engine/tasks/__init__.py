@@ -1,0 +1,1 @@
+"""Embedded tasks: prompts, verifier, tokenizer and a starting checkpoint, with nothing to download."""

@@ -1,0 +1,123 @@
+"""Policy and value model: a transformers backbone over packed rows, with our own head.
+
+The heads are modules that are called, so that ZeRO-3's hooks gather their weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+import kernels
+from engine.config import ConfigError
+from engine.training import attention
+from engine.training.packing import Microbatch
+
+
+class FusedHead(nn.Linear):
+    """A language-model head that gives log-probabilities or a loss without ever storing the logits."""
+
+    softcap: float | None = None
+
+    @classmethod
+    def replacing(cls, head: nn.Linear, softcap: float | None) -> FusedHead:
+        """The same weight (the very parameter, so tying holds) under this class."""
+        with torch.device("meta"):
+            fused = cls(head.in_features, head.out_features, bias=head.bias is not None)
+        fused.weight, fused.bias, fused.softcap = head.weight, head.bias, softcap
+        return fused
+
+    def forward(self, hidden: Tensor, targets: Tensor, loss: dict[str, Any] | None = None, **options: Any) -> Any:
+        """``kernels.linear_policy_loss`` with the arguments in ``loss``, or without them ``kernels.linear_logprob``."""
+        options.update(bias=self.bias, softcap=self.softcap)
+        if loss is None:
+            return kernels.linear_logprob(hidden, self.weight, targets, **options)
+        return tuple(kernels.linear_policy_loss(hidden, self.weight, targets, **loss, **options))
+
+
+class Policy(nn.Module):
+    """A causal language model over packed microbatches."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = model.config
+        for name in ("logit_scale", "logits_scaling"):
+            if getattr(config, name, 1.0) not in (None, 1.0):
+                raise ConfigError(f"model.path: models with '{name}' in their configuration are not supported")
+        head = model.get_output_embeddings()
+        model.set_output_embeddings(FusedHead.replacing(head, getattr(config, "final_logit_softcapping", None)))
+        self.model = model
+
+    def forward(self, batch: Microbatch, loss: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Runs the backbone and hands the R rows that predict a response token to the head.
+
+        Returns:
+            without ``loss``: [R] fp32 log-probabilities in nats; with it: the tuple of ``kernels.PolicyLossOutput``.
+        """
+        hidden = _hidden(self.model, batch)[batch.rows]
+        return self.model.get_output_embeddings()(hidden, batch.targets, loss, **options)
+
+
+class Value(nn.Module):
+    """A scalar estimate at every state: a sequence classifier with one label, read at every token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Estimates before each response token, [R] fp32, and after the last one, [S] fp32."""
+        hidden = _hidden(self.model, batch)
+        values = self.model.score(hidden[torch.cat([batch.rows, batch.last])])[:, 0].float()
+        return values.split([len(batch.rows), len(batch.last)])
+
+
+def _hidden(model: PreTrainedModel, batch: Microbatch) -> Tensor:
+    """[N, H] last hidden states of a packed row."""
+    return model.base_model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.layout
+    ).last_hidden_state[0]
+
+
+def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
+    """A policy in fp32 from a Hugging Face folder; dropout off.
+
+    Raises:
+        ConfigError: the folder holds no causal language model, or lacks weights.
+    """
+    return Policy(_prepare(_load(AutoModelForCausalLM, path), gradient_checkpointing))
+
+
+def load_value(path: str, gradient_checkpointing: bool = False) -> tuple[Value, bool]:
+    """A value model in fp32, and whether its head is new (a causal model has none: it starts at zero)."""
+    model, missing = _load(AutoModelForSequenceClassification, path, allow_missing=("score.",), num_labels=1)
+    if missing:
+        nn.init.zeros_(model.score.weight)
+    return Value(_prepare(model, gradient_checkpointing)), bool(missing)
+
+
+def _load(kind: Any, path: str, allow_missing: tuple[str, ...] | None = None, **options: Any) -> Any:
+    try:
+        model, info = kind.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention.register(), output_loading_info=True, **options
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' cannot be loaded as {kind.__name__}: {str(error).splitlines()[0]}") from error
+    missing = sorted(info["missing_keys"])
+    if unexpected := [name for name in missing if not name.startswith(allow_missing or ())] if allow_missing else missing:
+        raise ConfigError(f"'{path}' lacks weights of {kind.__name__}: {', '.join(unexpected[:4])}")
+    return model if allow_missing is None else (model, missing)
+
+
+def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

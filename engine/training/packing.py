@@ -1,0 +1,108 @@
+"""Microbatches: sequences laid end to end in one row, filled up to a token budget, with no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.distributed import World
+from engine.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each of S packed sequences lies in a row of N tokens."""
+
+    cu_seqlens: Tensor
+    """[S + 1] int64, borders of the sequences."""
+    longest: int
+    slots: Tensor
+    """[N] int64, place of each token in an [S, longest] grid; what attention needs to see one sequence a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One forward pass: S sequences of N tokens, R of which predict a response token."""
+
+    indices: list[int]
+    """[S] which samples these are."""
+    counts: bool
+    """False for a pass that only keeps this rank in step with the others; its loss is multiplied by zero."""
+    input_ids: Tensor
+    """[1, N] int64."""
+    position_ids: Tensor
+    """[1, N] int64, starting from 0 in each sequence."""
+    layout: Layout
+    rows: Tensor
+    """[R] int64, positions whose next token is a response token; only these reach the head."""
+    targets: Tensor
+    """[R] int64, those response tokens."""
+    cu_seqlens: Tensor
+    """[S + 1] int64, borders of the sequences among the R rows."""
+    last: Tensor
+    """[S] int64, position of each sequence's last token."""
+
+
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Groups sequences so that each group's lengths sum to at most ``budget``.
+
+    Longest first: neighbours are of like length, which keeps the attention's grid full.
+
+    Raises:
+        ValueError: a sequence alone is longer than the budget.
+    """
+    groups: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[index] > budget:
+            raise ValueError(f"a sequence of {lengths[index]} tokens does not fit a microbatch of {budget} tokens")
+        if lengths[index] > room:
+            groups.append([])
+            room = budget
+        groups[-1].append(index)
+        room -= lengths[index]
+    return groups
+
+
+def microbatches(samples: Sequence[Sample], indices: Sequence[int], budget: int, world: World) -> list[Microbatch]:
+    """Packs ``samples[i] for i in indices`` into passes, equally many on every rank.
+
+    A rank with fewer passes than another repeats its shortest sequence with ``counts=False``: ZeRO gathers and reduces
+    in every pass, so a missing one would leave the other ranks waiting. A collective call.
+    """
+    groups = [[indices[i] for i in group] for group in fill([samples[i].length for i in indices], budget)]
+    passes = int(world.max(len(groups)))
+    shortest = min(indices, key=lambda i: samples[i].length)
+    batches = [_pack(samples, group, True, world.device) for group in groups]
+    batches += [_pack(samples, [shortest], False, world.device) for _ in range(passes - len(groups))]
+    return batches
+
+
+def _pack(samples: Sequence[Sample], indices: list[int], counts: bool, device: torch.device) -> Microbatch:
+    chosen = [samples[i] for i in indices]
+    ids = [token for sample in chosen for token in (*sample.prompt_ids, *sample.response_ids)]
+    lengths = torch.tensor([sample.length for sample in chosen])
+    prompts = torch.tensor([len(sample.prompt_ids) for sample in chosen])
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    sequence = torch.repeat_interleave(torch.arange(len(chosen)), lengths)
+    position = torch.arange(len(ids)) - starts[sequence]
+    predicts = (position >= prompts[sequence] - 1) & (position < lengths[sequence] - 1)
+    rows = predicts.nonzero()[:, 0]
+    input_ids = torch.tensor(ids)
+    longest = int(lengths.max())
+    zero = torch.zeros(1, dtype=torch.int64)
+    return Microbatch(
+        indices=indices,
+        counts=counts,
+        input_ids=input_ids[None].to(device),
+        position_ids=position[None].to(device),
+        layout=Layout(torch.cat([zero, ends]).to(device), longest, (sequence * longest + position).to(device)),
+        rows=rows.to(device),
+        targets=input_ids[rows + 1].to(device),
+        cu_seqlens=torch.cat([zero, (lengths - prompts).cumsum(0)]).to(device),
+        last=(ends - 1).to(device),
+    )

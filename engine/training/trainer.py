@@ -1,0 +1,237 @@
+"""Forward passes and updates of the policy, the value model and the frozen reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from algorithms import ppo
+from algorithms.base import Objective
+from engine.config import Config
+from engine.distributed import World
+from engine.sample import Sample
+from engine.training import models, zero
+from engine.training.averages import Averages
+from engine.training.packing import Microbatch, microbatches
+
+
+class WeightsDisagreeError(RuntimeError):
+    """Sampler and trainer give different log-probabilities to the same tokens: they do not hold the same weights."""
+
+
+class TokenStore:
+    """Flat per-token vectors of a rank's samples, responses end to end in the samples' order."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
+        self.cu_seqlens = lengths.cumsum(0)
+        self._borders = self.cu_seqlens.tolist()
+
+    def take(self, vector: Tensor, batch: Microbatch) -> Tensor:
+        """The rows of a microbatch, in its order, on its device."""
+        parts = [vector[self._borders[i] : self._borders[i + 1]] for i in batch.indices]
+        return torch.cat(parts).to(batch.rows.device)
+
+    def put(self, vector: Tensor, batch: Microbatch, rows: Tensor) -> None:
+        """Writes a microbatch's rows to their samples' places."""
+        for i, part in zip(batch.indices, rows.split(batch.cu_seqlens.diff().tolist()), strict=True):
+            vector[self._borders[i] : self._borders[i + 1]] = part
+
+    def empty(self) -> Tensor:
+        """An fp32 vector for every response token; NaN, so that a forgotten one shows."""
+        return torch.full((self._borders[-1],), torch.nan)
+
+
+class Trainer:
+    """The trained models under DeepSpeed and what can be asked of them. Every method is collective."""
+
+    def __init__(
+        self, config: Config, world: World, *, policy: models.Policy, reference: models.Policy | None, value: models.Value | None
+    ) -> None:
+        self.config, self.world = config, world
+        steps = config.optimizer_steps
+        value_rate = config.ppo.value_learning_rate
+        self.policy = zero.build(policy, config, learning_rate=config.train.learning_rate, total_steps=steps)
+        self.value = value and zero.build(
+            value, config, learning_rate=config.train.learning_rate if value_rate is None else value_rate, total_steps=steps
+        )
+        self.reference = reference and zero.prepare_deepspeed(reference, config)
+        self._head_options = {
+            "temperature": config.generation.temperature,
+            "workspace_gib": config.train.workspace_gib,
+            "backend": config.train.kernel_backend,
+        }
+
+    @property
+    def engines(self) -> dict[str, DeepSpeedEngine]:
+        """The engines with state to save, by name."""
+        return {"policy": self.policy} | ({"value": self.value} if self.value else {})
+
+    def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample]) -> Tensor:
+        """[T] fp32 log-probabilities, in nats, of every response token under a policy at the sampling temperature."""
+        return self._forward(engine, samples, lambda batch: engine(batch, **self._head_options))
+
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """The value model's estimates: [T] before each response token, [B] after the last."""
+        assert self.value is not None
+        value, ends = self.value, torch.full((len(samples),), torch.nan)
+
+        def forward(batch: Microbatch) -> Tensor:
+            rows, last = value(batch)
+            if batch.counts:
+                ends[torch.tensor(batch.indices)] = last.cpu()
+            return rows
+
+        return self._forward(value, samples, forward), ends
+
+    @torch.no_grad()
+    def _forward(
+        self, engine: DeepSpeedEngine, samples: Sequence[Sample], forward: Callable[[Microbatch], Tensor]
+    ) -> Tensor:
+        store = TokenStore(samples)
+        out = store.empty()
+        engine.eval()
+        for batch in microbatches(samples, range(len(samples)), self.config.train.tokens_per_microbatch, self.world):
+            rows = forward(batch)
+            if batch.counts:
+                store.put(out, batch, rows.float().cpu())
+        return out
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        tokens: dict[str, Tensor],
+        objective: Objective,
+        *,
+        order_seed: str,
+        train_policy: bool = True,
+    ) -> dict[str, float]:
+        """One update on a rollout batch: epochs, minibatches (optimizer steps), microbatches.
+
+        Args:
+            samples: this rank's samples.
+            tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the sampler's
+                weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values`` with a value model.
+            objective: the algorithm's advantages, returns and loss.
+            order_seed: fixes the minibatches.
+            train_policy: False trains the value model alone.
+
+        Returns:
+            metrics over all ranks.
+
+        Raises:
+            WeightsDisagreeError: before the first step, the trainer's log-probabilities of the samples are further from
+                the sampler's than ``generation.max_logprob_gap``.
+        """
+        train, averages = self.config.train, Averages(self.world)
+        store = TokenStore(samples)
+        for name in ("advantages", "returns"):
+            if (vector := getattr(objective, name)) is not None:
+                tokens = tokens | {name: vector}
+        for engine in self.engines.values():
+            engine.train()
+        for epoch in range(train.epochs_per_batch):
+            order = list(range(len(samples)))
+            random.Random(f"{order_seed}/{epoch}/{self.world.rank}").shuffle(order)
+            size = len(samples) // train.minibatches_per_batch
+            for start in range(0, len(samples), size):
+                batches = microbatches(
+                    samples, order[start : start + size], train.tokens_per_microbatch, self.world
+                )
+                weights = self._normalised(batches, objective.normalise)
+                gap, losses = Averages(self.world), []
+                for batch, weight in zip(batches, weights, strict=True):
+                    row = {name: store.take(vector, batch) for name, vector in tokens.items()}
+                    if train_policy:
+                        losses.append(self._policy_backward(batch, weight, row, objective, averages, gap))
+                    if self.value is not None:
+                        self._value_backward(batch, weight, row, averages)
+                if train_policy:
+                    averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
+                    if epoch == start == 0 and "sampler_logprobs" in tokens:
+                        averages.add_equal("weights/logprob_gap_mean", self._checked_gap(gap))
+                    self._step(self.policy, "policy", averages)
+                if self.value is not None:
+                    self._step(self.value, "value", averages)
+        return averages.means()
+
+    def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor]:
+        """Token weights of each microbatch: one over the global count of its minibatch.
+
+        They are multiplied by the number of ranks because DeepSpeed averages gradients over ranks.
+        """
+        weights = []
+        for batch in batches:
+            lengths = batch.cu_seqlens.diff()
+            weight = 1.0 / lengths if normalise == "sequence" else torch.ones_like(lengths, dtype=torch.float32)
+            weights.append(torch.repeat_interleave(weight, lengths) * batch.counts)
+        count = self.world.sum(torch.stack([w.double().sum() for w in weights]).sum())
+        return [(weight * (self.world.size / count)).float() for weight in weights]
+
+    def _policy_backward(
+        self,
+        batch: Microbatch,
+        weight: Tensor,
+        row: dict[str, Tensor],
+        objective: Objective,
+        averages: Averages,
+        gap: Averages,
+    ) -> Tensor:
+        train, old = self.config.train, row.get("old_logprobs")
+        loss_arguments: dict[str, Any] = {
+            "advantages": row.get("advantages"),
+            "token_weights": weight,
+            "old_logprobs": old,
+            "clip_low": train.clip_low,
+            "clip_high": train.clip_high,
+            "entropy_coef": train.entropy_coef,
+            "cu_seqlens": batch.cu_seqlens,
+            **objective.loss,
+        }
+        if "is_cap" in objective.loss:
+            loss_arguments["behaviour_logprobs"] = row["sampler_logprobs"]
+        loss, logprobs, entropy, ratio, clipped, clamped = self.policy(batch, loss_arguments, **self._head_options)
+        self.policy.backward(loss, scale_wrt_gas=False)
+        rows = len(batch.rows) * batch.counts
+        averages.add("policy/entropy", entropy.sum() * batch.counts, rows)
+        averages.add("policy/ratio_mean", ratio.sum() * batch.counts, rows)
+        averages.add("policy/clip_fraction", clipped.sum() * batch.counts, rows)
+        averages.add("policy/clamp_fraction", clamped.sum() * batch.counts, rows)
+        if old is not None:
+            change = old - logprobs
+            k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
+            averages.add("policy/kl_old", k3.sum() * batch.counts, rows)
+            averages.add("policy/log_ratio_abs", change.abs().sum() * batch.counts, rows)
+        if "sampler_logprobs" in row:
+            gap.add("mean", (logprobs - row["sampler_logprobs"]).abs().sum() * batch.counts, rows)
+        return loss.detach()
+
+    def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
+        assert self.value is not None
+        values, _ = self.value(batch)
+        losses, clipped = ppo.value_loss(values, row["old_values"], row["returns"], self.config.ppo.value_clip)
+        self.value.backward(self.config.ppo.value_coef * (losses * weight).sum(), scale_wrt_gas=False)
+        rows = len(batch.rows) * batch.counts
+        averages.add("value/loss", losses.sum() * batch.counts, rows)
+        averages.add("value/clip_fraction", clipped.sum() * batch.counts, rows)
+
+    def _checked_gap(self, gap: Averages) -> float:
+        """Mean distance between sampler and trainer before the first step, in nats; fails above the limit."""
+        mean, limit = gap.means()["mean"], self.config.generation.max_logprob_gap
+        if not mean <= limit:
+            raise WeightsDisagreeError(
+                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} nats a token on average, more than "
+                f"generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute too differently"
+            )
+        return mean
+
+    def _step(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
+        rate = engine.get_lr()[0]
+        engine.step()
+        averages.add_equal(f"{name}/grad_norm", float(engine.get_global_grad_norm() or 0.0))
+        averages.add_equal(f"{name}/lr", rate)

@@ -1,0 +1,90 @@
+"""DeepSpeed engines: trained models under ZeRO 0-3, and frozen ones beside them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from engine.config import Config
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
+    """A frozen model as a DeepSpeed engine: sharded with ZeRO-3 when training is, whole on every rank otherwise."""
+    model.requires_grad_(False)
+    model.eval()
+    stage = 3 if config.train.zero_stage == 3 else 0
+    engine, *_ = deepspeed.initialize(model=model, config=_settings(config, stage))
+    return engine
+
+
+def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps: int) -> DeepSpeedEngine:
+    """A trained model as a DeepSpeed engine with AdamW and the run's schedule, which counts optimizer steps.
+
+    Gradients accumulate over any number of ``backward`` calls until ``step``; DeepSpeed averages them over ranks.
+    """
+    train = config.train
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=learning_rate,
+        betas=train.adam_betas,
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, learning_rate_factor(train.schedule, train.warmup_steps, total_steps)
+    )
+    settings = _settings(config, train.zero_stage)
+    if train.zero_stage == 0 and config.model.dtype == "float32":
+        _clip_and_measure(optimizer, train.max_grad_norm)
+    else:
+        settings["gradient_clipping"] = train.max_grad_norm
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+    return engine
+
+
+def _clip_and_measure(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Clips by global norm before each step and leaves the norm where DeepSpeed's own optimizers do.
+
+    For the one case in which DeepSpeed steps the plain optimizer: it would clip too, but tell nobody the norm.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def before_step(*_: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def learning_rate_factor(schedule: str, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    """The factor on the peak learning rate at each optimizer step, counted from 0."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
+
+    return factor
+
+
+def _settings(config: Config, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Microbatches are ours to count (``managed_gradient_accumulation`` off)."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "fp16": {"enabled": config.model.dtype == "float16"},
+        "steps_per_print": 2**62,
+    }

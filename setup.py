@@ -1,0 +1,22 @@
+"""The compiled kernels. Everything else about the project is in pyproject.toml.
+
+Without a torch to build against, or where compiling fails, the package installs without them and says so on first use.
+"""
+
+from setuptools import setup
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    setup()
+else:
+    sources = ["binding", "gae", "product", "softmax"]
+    cpu = CppExtension(
+        "kernels._cpu",
+        [f"csrc/cpu/{name}.cpp" for name in sources],
+        depends=["csrc/cpu/kernels.h", "csrc/cpu/vector.h"],
+        extra_compile_args=["-O3", "-Wno-psabi"],  # psabi: vectors are passed only between inlined functions
+        optional=True,
+    )
+    # Ninja's failures would not count as the compiler's, and so stop the installation.
+    setup(ext_modules=[cpu], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)})

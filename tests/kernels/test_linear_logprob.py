@@ -1,0 +1,193 @@
+import pytest
+import torch
+
+import kernels
+
+KINDS = ["flat", "peaked", "negative", "wide", "masked"]
+MANY_CHUNKS = 2e-4  # GiB: a few rows a chunk for the vocabularies here
+FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
+"""Where eager is by chance exact (a one-hot gradient): a few roundings of the inputs' dtype."""
+
+
+def upstream(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, generator=generator), torch.randn(rows, generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(7, 2), (129, 127), (127, 257), (7, 5003), (1, 32000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_matches_fp64(run, tools, kind, rows, vocabulary, dtype):
+    problem = tools.make_problem(rows, vocabulary, dtype=dtype, kind=kind, device=run.device)
+    exact_problem, own = problem.leaves(torch.float64), problem.leaves()
+    exact = kernels.reference.linear_logprob(
+        exact_problem.hidden, exact_problem.weight, problem.targets, bias=exact_problem.bias, return_entropy=True
+    )
+    found = kernels.linear_logprob(
+        own.hidden, own.weight, own.targets, bias=own.bias, return_entropy=True, backend=run.backend,
+        workspace_gib=MANY_CHUNKS,
+    )  # fmt: skip
+    # Against a product that is exact but for its fp32 sums, where |z| goes beyond what 1e-4 is promised for.
+    logits = problem.hidden.float() @ problem.weight.float().t()
+    product_error = (logits - exact_problem.hidden @ exact_problem.weight.t()).abs().max().item() if rows else 0
+    tolerance = max(1e-4, 2.4 * product_error) if kind in ("wide", "negative") else 1e-4
+    for value, truth in zip(found, exact, strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), truth, rtol=0, atol=tolerance)
+    assert (found[0] <= 0).all()
+    assert (found[1] >= 0).all()
+
+    grads = upstream(rows)
+    truth = tools.logprob_gradients(exact_problem, grads, kernels.reference.linear_logprob)
+    mine = tools.logprob_gradients(own, grads, kernels.linear_logprob, backend=run.backend, workspace_gib=MANY_CHUNKS)
+    for value, exact_value, eager in zip(mine, truth, tools.eager_error(problem, grads, truth), strict=True):
+        assert value.dtype in (dtype, torch.float32)
+        assert tools.relative_error(value, exact_value) <= 2 * eager + FLOOR[dtype]
+
+
+def test_target_gradient_survives_p_near_one(run, tools):
+    """As p → 1 the error stays at the level of flat inputs, where eager bf16 loses half of the gradient."""
+    rows, vocabulary = 64, 5003
+    grads = (upstream(rows)[0], torch.zeros(rows))
+    flat = tools.make_problem(rows, vocabulary, dtype=torch.bfloat16)
+    truth = tools.logprob_gradients(flat.leaves(torch.float64), grads, kernels.reference.linear_logprob)
+    allowed = 2 * max(tools.eager_error(flat, grads, truth))
+    problem = tools.make_problem(rows, vocabulary, dtype=torch.bfloat16, kind="peaked")
+    truth = tools.logprob_gradients(problem.leaves(torch.float64), grads, kernels.reference.linear_logprob)
+    assert max(tools.eager_error(problem, grads, truth)) > 5 * allowed, "the input is not peaked enough to tell"
+    found = tools.logprob_gradients(problem.leaves(), grads, kernels.linear_logprob, backend=run.backend)
+    for value, exact in zip(found, truth, strict=True):
+        assert tools.relative_error(value, exact) <= allowed
+
+
+def test_logprob_keeps_relative_precision_near_zero(run, tools):
+    problem = tools.make_problem(64, 257, kind="peaked", device=run.device)
+    double = problem.leaves(torch.float64)
+    truth = kernels.reference.linear_logprob(double.hidden, double.weight, double.targets)
+    found = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    live = problem.targets >= 0
+    assert truth[live].max() > -1e-6
+    torch.testing.assert_close(found.double()[live], truth[live], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 127, 129])
+def test_any_row_count_writes_every_element(run, tools, rows):
+    problem = tools.make_problem(rows, 127, device=run.device).leaves()
+    logprobs, entropy = kernels.linear_logprob(
+        problem.hidden, problem.weight, problem.targets, return_entropy=True, backend=run.backend, workspace_gib=1e-5
+    )
+    assert logprobs.shape == entropy.shape == (rows,)
+    ignored = problem.targets < 0
+    assert (logprobs[ignored] == 0).all() and (entropy[ignored] == 0).all()
+    assert (logprobs[~ignored] < 0).all() and (entropy[~ignored] > 0).all()
+    (logprobs.sum() + entropy.sum()).backward()
+    assert problem.hidden.grad.isfinite().all() and problem.weight.grad.isfinite().all()
+    assert (problem.hidden.grad[ignored] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_temperature_softcap_and_bias(run, tools, dtype, softcap, per_row):
+    rows, vocabulary, width = 29, 127, 33
+    problem = tools.make_problem(rows, vocabulary, width=width, dtype=dtype, device=run.device)
+    bias = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)).to(run.device)
+    problem = type(problem)(problem.hidden, problem.weight, problem.targets, bias)
+    temperature = torch.linspace(0.5, 1.5, rows, device=run.device) if per_row else 0.6
+    settings = {"softcap": softcap, "temperature": temperature}
+    exact_settings = settings | {"temperature": temperature.double() if per_row else temperature}
+    truth = tools.logprob_gradients(
+        problem.leaves(torch.float64), upstream(rows), kernels.reference.linear_logprob, **exact_settings
+    )
+    found = tools.logprob_gradients(
+        problem.leaves(), upstream(rows), kernels.linear_logprob, backend=run.backend, workspace_gib=1e-4, **settings
+    )
+    for value, exact in zip(found, truth, strict=True):
+        assert tools.relative_error(value, exact) < {4: 2e-6, 2: 6e-3}[dtype.itemsize]
+
+
+def test_dweight_error_does_not_grow_with_chunks(run, tools):
+    """An accumulator in bf16 would lose small chunks: all rows pull the same columns the same way."""
+    problem = tools.make_problem(512, 127, dtype=torch.bfloat16, device=run.device)
+    grads = (torch.ones(512), torch.zeros(512))
+    truth = tools.logprob_gradients(problem.leaves(torch.float64), grads, kernels.reference.linear_logprob)[1]
+    errors = []
+    for workspace in (1.0, 4.0e-3, 1e-6):
+        found = tools.logprob_gradients(
+            problem.leaves(), grads, kernels.linear_logprob, backend=run.backend, workspace_gib=workspace
+        )
+        errors.append(tools.relative_error(found[1], truth))
+    assert max(errors[1:]) <= 1.2 * errors[0]
+
+
+def test_chunking_changes_nothing_but_rounding(run, tools):
+    problem = tools.make_problem(129, 257, device=run.device)
+    one = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    many = kernels.linear_logprob(
+        problem.hidden, problem.weight, problem.targets, backend=run.backend, workspace_gib=1e-5
+    )
+    torch.testing.assert_close(one, many, rtol=0, atol=2e-6)
+
+
+def test_non_contiguous_and_tied(run, tools):
+    problem = tools.make_problem(31, 257, device=run.device)
+    wide = torch.randn(31, 2 * 48, device=run.device)
+    wide[:, ::2] = problem.hidden
+    transposed = problem.weight.t().contiguous().t()
+    assert not wide[:, ::2].is_contiguous() and not transposed.is_contiguous()
+    plain = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    strided = kernels.linear_logprob(wide[:, ::2], transposed, problem.targets, backend=run.backend)
+    torch.testing.assert_close(strided, plain, rtol=0, atol=2e-6)
+
+    def tied(function, weight, **settings):
+        ids = torch.arange(31, device=run.device)
+        logprobs = function(torch.nn.functional.embedding(ids, weight), weight, problem.targets, **settings)
+        return torch.autograd.grad(logprobs.sum(), weight)[0]
+
+    exact = tied(kernels.reference.linear_logprob, problem.weight.double().requires_grad_())
+    found = tied(kernels.linear_logprob, problem.weight.clone().requires_grad_(), backend=run.backend)
+    assert tools.relative_error(found, exact) < 1e-6
+
+
+def test_impossible_target_is_minus_infinity(run, tools):
+    problem = tools.make_problem(8, 127, device=run.device)
+    bias = torch.zeros(127, device=run.device)
+    bias[problem.targets[0]] = float("-inf")
+    logprobs, entropy = kernels.linear_logprob(
+        problem.hidden, problem.weight, problem.targets, bias=bias, return_entropy=True, backend=run.backend
+    )
+    assert logprobs[0] == float("-inf") and entropy.isfinite().all()
+    only = torch.full_like(bias, float("-inf"))
+    only[problem.targets[0]] = 0
+    logprobs, entropy = kernels.linear_logprob(
+        problem.hidden[:1], problem.weight, problem.targets[:1], bias=only, return_entropy=True, backend=run.backend
+    )
+    assert logprobs.item() == 0 and entropy.item() == 0
+
+
+def test_repeats_are_bitwise_equal(run, tools):
+    problem = tools.make_problem(127, 257, dtype=torch.bfloat16, kind="masked", device=run.device)
+    results = [
+        tools.logprob_gradients(
+            problem.leaves(), upstream(127), kernels.linear_logprob, backend=run.backend, workspace_gib=5e-3
+        )
+        for _ in range(20)
+    ]
+    for later in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], later, strict=True))
+
+
+def test_oracle_passes_gradcheck():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((4, 3), (7, 3), (7,))
+    )
+    targets = torch.tensor([0, 6, -100, 3])
+
+    def function(hidden, weight, bias):
+        return kernels.reference.linear_logprob(
+            hidden, weight, targets, bias=bias, return_entropy=True, temperature=0.7, softcap=5.0
+        )
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
