@@ -104,6 +104,8 @@ def check_head(
         check.require(fits, "bias", bias, expected)
     if isinstance(temperature, Tensor):
         check.row("temperature", temperature, rows, hidden.device)
+        if reads_values(hidden.device):
+            check.require(bool((temperature > 0).all()), "temperature", temperature, "only numbers above 0")
     else:
         check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 0, strict=True)
     if softcap is not None:

@@ -66,7 +66,7 @@ class Scanner:
         self.valid, self.targets = valid, torch.where(valid, targets, 0)
         cast = 0 if head.weight.dtype == torch.float32 else CAST_BYTES
         self.chunk_rows = max(1, int(workspace - cast) // backend.bytes_per_row(hidden, head))
-        self.logits = hidden.new_empty(0, dtype=torch.float32)
+        self.logits = hidden.new_empty(0, len(head.weight), dtype=torch.float32)
 
     def scan(self, rows: slice) -> Statistics:
         """Statistics of a chunk, zero where ignored; its logits stay in the workspace until the next scan."""

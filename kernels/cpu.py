@@ -5,8 +5,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import _cpu, head
+from kernels import _cpu
 from kernels.head import Head, RowGradients, Statistics, product_dtype
+from kernels.head import linear_logits as cast_linear_logits
 
 
 def bytes_per_row(hidden: Tensor, head: Head) -> int:
@@ -27,8 +28,11 @@ def scan(hidden: Tensor, head: Head, targets: Tensor, logits: Tensor) -> Statist
 def dlogits(
     logits: Tensor, head: Head, targets: Tensor, rows: Tensor, statistics: Statistics, grads: RowGradients
 ) -> Tensor:
-    """See :class:`kernels.head.Backend`."""
-    return _cpu.dlogits(
+    """See :class:`kernels.head.Backend`. In place where every row is live and nothing is rounded."""
+    dtype = product_dtype(head.weight.dtype)
+    in_place = dtype == torch.float32 and len(rows) == len(logits)
+    out = logits if in_place else logits.new_empty(len(rows), logits.shape[1], dtype=dtype)
+    _cpu.dlogits(
         logits,
         targets.contiguous(),
         rows,
@@ -36,8 +40,9 @@ def dlogits(
         [value.contiguous() for value in grads],
         head.inverse_temperature.contiguous(),
         head.softcap or 0.0,
-        product_dtype(head.weight.dtype) == torch.bfloat16,
+        out,
     )
+    return out
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -46,7 +51,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     if packs and has_bfloat16_products():
         _cpu.linear_logits(hidden.contiguous(), weight, out)
     else:
-        head.linear_logits(hidden, weight, out)
+        cast_linear_logits(hidden, weight, out)
 
 
 @cache

@@ -89,11 +89,11 @@ class HeadGradients:
     def __init__(self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], chunks: int) -> None:
         self.hidden, self.head = hidden, head
         self.dtype = product_dtype(hidden.dtype)
-        need_hidden, need_weight, need_bias = needs
+        need_hidden, self.need_weight, need_bias = needs
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if need_hidden else None
-        # One chunk may round once, at its end; a sum over several is kept in fp32, so its error does not grow.
-        sum_dtype = self.dtype if chunks == 1 else torch.float32
-        self.dweight = head.weight.new_zeros(head.weight.shape, dtype=sum_dtype) if need_weight else None
+        # One chunk rounds once, at its end; a sum over several is kept in fp32, so that its error does not grow.
+        self.sum_dtype = self.dtype if chunks == 1 else torch.float32
+        self.dweight: Tensor | None = None  # a first chunk's product needs no zeros to be added to
         self.dbias = head.weight.new_zeros(len(head.weight), dtype=torch.float32) if need_bias else None
 
     def add(self, rows: Tensor, dlogits: Tensor) -> None:
@@ -103,18 +103,27 @@ class HeadGradients:
             for columns, block in weight_blocks(self.head.weight, self.dtype):
                 total.addmm_(dlogits[:, columns], block)
             self.dhidden.index_copy_(0, rows, total.to(self.dhidden.dtype))
-        if self.dweight is not None:
+        if self.need_weight:
             hidden = self.hidden.index_select(0, rows).to(self.dtype)
-            if self.dweight.dtype == self.dtype:
-                self.dweight.addmm_(dlogits.t(), hidden)
-            else:
+            if self.sum_dtype != self.dtype:
+                self.dweight = self._zero_dweight() if self.dweight is None else self.dweight
                 for columns in block_columns(self.dweight, self.dtype):
                     self.dweight[columns] += dlogits[:, columns].t() @ hidden
+            elif self.dweight is None:
+                self.dweight = dlogits.t() @ hidden
+            else:
+                self.dweight.addmm_(dlogits.t(), hidden)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dhidden, dweight, dbias) in the inputs' dtypes."""
-        dweight = None if self.dweight is None else self.dweight.to(self.head.weight.dtype)
-        dbias = None if self.dbias is None or self.head.bias is None else self.dbias.to(self.head.bias.dtype)
+        dweight = dbias = None
+        if self.need_weight:
+            dweight = (self._zero_dweight() if self.dweight is None else self.dweight).to(self.head.weight.dtype)
+        if self.dbias is not None and self.head.bias is not None:
+            dbias = self.dbias.to(self.head.bias.dtype)
         return self.dhidden, dweight, dbias
+
+    def _zero_dweight(self) -> Tensor:
+        return torch.zeros_like(self.head.weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)

@@ -78,9 +78,14 @@ def linear_policy_loss(
     )  # fmt: skip
     new, entropy = pair
     valid = targets != ignore_index
+    # What an ignored row holds must not reach the gradient, where 0·NaN is NaN.
+    token_weights = token_weights.masked_fill(~valid, 0)
+    advantages, old_logprobs, ref_logprobs, behaviour_logprobs = (
+        None if value is None else value.masked_fill(~valid, 0)
+        for value in (advantages, old_logprobs, ref_logprobs, behaviour_logprobs)
+    )
 
     def exp_ratio(log_ratio: Tensor, whole_sequences: bool) -> Tensor:
-        log_ratio = log_ratio.masked_fill(~valid, 0)
         if whole_sequences:
             assert cu_seqlens is not None
             bounds = cu_seqlens.tolist()
@@ -109,7 +114,7 @@ def linear_policy_loss(
     if behaviour_logprobs is not None and is_cap is not None:
         assert old_logprobs is not None
         row_loss = row_loss * exp_ratio(old_logprobs - behaviour_logprobs, ratio == "sequence").clamp(max=is_cap)
-    return (token_weights * (row_loss - entropy_coef * entropy)).masked_fill(~valid, 0).sum()
+    return (token_weights * (row_loss - entropy_coef * entropy)).sum()
 
 
 def gae(

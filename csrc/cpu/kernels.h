@@ -17,9 +17,9 @@ std::vector<at::Tensor> statistics(
     const at::Tensor& inverse_temperature,
     double softcap);
 
-// The gradient by hidden·weightᵀ of the rows `rows` of z [n, V], given what statistics() gave and {dL/dlogprob,
-// dL/dentropy}: [len(rows), V], bf16 or fp32.
-at::Tensor dlogits(
+// out [len(rows), V], bf16 or fp32 = the gradient by hidden·weightᵀ of some rows of the logits z [n, V], given what
+// statistics() gave and {dL/dlogprob, dL/dentropy}. With all rows and fp32, out may be logits itself.
+void dlogits(
     const at::Tensor& logits,
     const at::Tensor& targets,
     const at::Tensor& rows,
@@ -27,7 +27,7 @@ at::Tensor dlogits(
     const std::vector<at::Tensor>& grads,
     const at::Tensor& inverse_temperature,
     double softcap,
-    bool bfloat16);
+    at::Tensor out);
 
 // out [n, V] fp32 = hidden [n, H]·weight [V, H]ᵀ, bf16 with contiguous rows, H even.
 void linear_logits(const at::Tensor& hidden, const at::Tensor& weight, at::Tensor out);

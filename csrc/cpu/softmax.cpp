@@ -123,7 +123,7 @@ std::vector<at::Tensor> statistics(
   return results;
 }
 
-at::Tensor dlogits(
+void dlogits(
     const at::Tensor& logits,
     const at::Tensor& targets,
     const at::Tensor& rows,
@@ -131,9 +131,9 @@ at::Tensor dlogits(
     const std::vector<at::Tensor>& grads,
     const at::Tensor& inverse_temperature,
     double softcap,
-    bool bfloat16) {
+    at::Tensor out) {
   const int64_t count = rows.numel(), size = logits.size(1);
-  auto out = at::empty({count, size}, logits.options().dtype(bfloat16 ? at::kBFloat16 : at::kFloat));
+  const bool bfloat16 = out.scalar_type() == at::kBFloat16;
   const float *z = logits.data_ptr<float>(), *logprob = statistics[0].data_ptr<float>(),
               *entropy = statistics[1].data_ptr<float>(), *maximum = statistics[2].data_ptr<float>(),
               *log_total = statistics[3].data_ptr<float>(), *dlogprob = grads[0].data_ptr<float>(), *dentropy = grads[1].data_ptr<float>(),
@@ -162,7 +162,6 @@ at::Tensor dlogits(
       }
     }
   });
-  return out;
 }
 
 }  // namespace tandem

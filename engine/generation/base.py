@@ -87,9 +87,11 @@ class Generator(ABC):
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Takes the whole policy, named as in its Hugging Face checkpoint. Needs ``weights``.
 
-        ``version`` is the number of updates these weights have seen; samples carry it.
+        ``version`` is the number of updates these weights have seen; samples carry it. A tensor needs to be valid only
+        until the next one is taken.
         """
         self._expect("load_weights", "weights")
+        self._fresh = False  # a load that fails half-way must not be started
         self._load_weights(weights)
         self.version, self._fresh = version, True
 
@@ -121,4 +123,4 @@ class Generator(ABC):
     def _start(self) -> None: ...
 
     def close(self) -> None:
-        """Releases what the process would not release by itself."""
+        """Releases what the process would not release by itself; before the process group ends."""

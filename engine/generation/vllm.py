@@ -7,7 +7,6 @@ different times.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +61,7 @@ class VLLMGenerator(Generator):
         if (ranks := dist.get_world_size()) % tensor_parallel:
             raise ValueError(f"generation.tensor_parallel {tensor_parallel} does not divide the {ranks} rank(s)")
         self._max_model_len = max_model_len
-        variables = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        }
-        with compat.process_kept(variables):
+        with compat.process_kept():
             vllm = compat.import_vllm()
             compat.keep_process_group()
             self._sampling_params = vllm.SamplingParams

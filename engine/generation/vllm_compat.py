@@ -37,6 +37,7 @@ _HARMLESS = (
     ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
     ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use"),  # torch.set_num_threads, which is put back
     ("vllm.model_executor.model_loader.reload.layerwise", "Failed to load weights"),  # rotary tables, tied heads
+    ("vllm.model_executor.models.utils", "Attempted to load weight"),  # fp32 ones into a bf16 model: they are cast
     ("vllm.renderers.base", "Chat template warmup failed"),  # there is no tokenizer, on purpose
     ("vllm.renderers.base", "Using None for EOS token id"),
 )
@@ -59,8 +60,8 @@ def random_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def process_kept(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment ``variables`` while vLLM is imported and built, and leaves the process as it was.
+def process_kept() -> Iterator[None]:
+    """Sets vLLM's environment variables while it is imported and built, and leaves the process as it was.
 
     Nothing that vLLM exports has to stay: it reads its variables while it is built and remembers them. What is put
     back: the environment (LD_PRELOAD among it), random states, torch's thread count and the function that
@@ -71,7 +72,8 @@ def process_kept(variables: dict[str, str]) -> Iterator[None]:
 
     environment, precision = dict(os.environ), torch.get_float32_matmul_precision()
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ.update(variables)
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # vLLM's own way to size the CPU's KV cache; where a user exports it, it would overrule the config.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     try:

@@ -1,0 +1,250 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from kernels import dispatch
+
+
+class Record(TorchDispatchMode):
+    """The largest result, in elements, and the row counts of the products that make gradients."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.largest, self.product_rows = vocabulary, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        if function is torch.ops.aten.addmm_.default and args[2].shape[0] == self.vocabulary:
+            self.product_rows += args[1].shape[0]  # dX += dz·W
+        return result
+
+
+def policy(run, problem, rows, **settings):
+    device = problem.hidden.device
+    defaults = {
+        "advantages": torch.ones(rows, device=device),
+        "token_weights": torch.ones(rows, device=device),
+        "loss": "reinforce",
+        "backend": run.backend,
+    }
+    return kernels.linear_policy_loss(problem.hidden, problem.weight, problem.targets, **(defaults | settings))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_no_tensor_of_all_logits(run, tools, gradients):
+    rows, vocabulary, width = 128, 5003, 8
+    problem = tools.make_problem(rows, vocabulary, width=width, device=run.device)
+    problem = problem.leaves() if gradients else problem
+    workspace = 0.001  # GiB: 50 rows' logits in fp32 and nothing beside them
+    with Record(vocabulary) as record:
+        loss = policy(run, problem, rows, workspace_gib=workspace, entropy_coef=0.1).loss
+        logprobs = kernels.linear_logprob(
+            problem.hidden, problem.weight, problem.targets, backend=run.backend, workspace_gib=workspace
+        )
+        if gradients:
+            (loss + logprobs.sum()).backward()
+    assert vocabulary * width <= record.largest <= workspace * 2**30 / 4
+
+
+def test_without_gradients_64_mib_suffice(run, tools):
+    problem = tools.make_problem(4100, 5003, width=4, device=run.device)
+    with Record(5003) as record:
+        kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    assert record.largest <= 16 * 2**20
+
+
+def test_dead_rows_are_not_multiplied(run, tools):
+    rows, vocabulary = 64, 127
+    problem = tools.make_problem(rows, vocabulary, device=run.device).leaves()
+    advantages = (torch.arange(rows, device=run.device) % 4 == 0).float()
+    live = int(((advantages != 0) & (problem.targets >= 0)).sum())
+    with Record(vocabulary) as record:
+        policy(run, problem, rows, advantages=advantages, workspace_gib=3e-5).loss.backward()
+    assert record.product_rows == live
+    assert ((problem.hidden.grad != 0).any(1) == (advantages != 0) & (problem.targets >= 0)).all()
+
+    upstream = advantages.clone()
+    with Record(vocabulary) as record:
+        logprobs = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+        logprobs.backward(upstream)
+    assert record.product_rows == live
+
+    clipped = torch.full((rows,), -50.0, device=run.device)  # ratios far above the clip with positive advantages
+    with Record(vocabulary) as record:
+        found = policy(run, problem, rows, advantages=torch.ones_like(clipped), loss="clip", old_logprobs=clipped)
+    assert found.clipped[problem.targets >= 0].all() and record.product_rows == 0
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_frozen_side_gets_no_gradient_work(run, tools, frozen):
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+    getattr(problem, frozen).requires_grad_(False)
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default):
+                products.append(tuple(result.shape))
+            return result
+
+    with Products():
+        loss = (
+            policy(run, problem, 32).loss
+            + kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend).sum()
+        )
+        loss.backward()
+    live = int((problem.targets >= 0).sum())
+    assert products == [(live, 48) if frozen == "weight" else (127, 48)] * 2
+    assert getattr(problem, frozen).grad is None
+
+
+def test_poisoned_dead_rows_stay_dead(run, tools):
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+    with torch.no_grad():
+        problem.hidden[problem.targets < 0] = torch.nan
+    assert (problem.targets < 0).any()
+    found = policy(run, problem, 32, entropy_coef=0.1)
+    found.loss.backward()
+    kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend).sum().backward()
+    assert found.loss.isfinite() and problem.weight.grad.isfinite().all() and problem.hidden.grad.isfinite().all()
+
+
+def test_weight_swapped_out_between_the_passes(run, tools):
+    """As ZeRO-3 does: after the forward pass the parameter's storage is gone, before the backward it is another."""
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+    weight = torch.nn.Parameter(problem.weight.detach().clone())
+    full = weight.detach().clone()
+    total = kernels.linear_logprob(problem.hidden, weight, problem.targets, backend=run.backend).sum()
+    weight.data = torch.empty(0, device=run.device)
+    weight.data = full
+    total.backward()
+    kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend).sum().backward()
+    assert torch.equal(weight.grad, problem.weight.grad)
+
+
+def test_policy_loss_needs_no_weight_in_backward_and_runs_it_once(run, tools):
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+    loss = policy(run, problem, 32).loss
+    full, problem.weight.data = problem.weight.data, torch.empty(0, device=run.device)
+    with pytest.raises(RuntimeError, match="backward runs once"):
+        problem.weight.data = full
+        loss.backward(retain_graph=True)
+        assert problem.weight.grad.abs().sum() > 0
+        loss.backward()
+
+
+def test_autocast_does_not_reach_the_products(run, tools):
+    problem = tools.make_problem(32, 127, device=run.device)
+    plain = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    with torch.autocast(run.device, dtype=torch.bfloat16):
+        cast = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    assert torch.equal(plain, cast)
+
+
+H, W, Y, T = torch.zeros(4, 8), torch.zeros(16, 8), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+HEAD = {"hidden": H, "weight": W, "targets": Y}
+POLICY = HEAD | {"advantages": T, "token_weights": T, "old_logprobs": T}
+BOUNDS = torch.tensor([0, 2, 4])
+GAE = {"rewards": T, "values": T, "cu_seqlens": BOUNDS, "gamma": 1.0, "lam": 0.95}
+ILLEGAL = [
+    (kernels.linear_logprob, HEAD, {"hidden": H[None]}, r"hidden is \[1, 4, 8\] float32 on cpu, expected \[T, H\]"),
+    (kernels.linear_logprob, HEAD, {"hidden": H.double()}, r"hidden is \[4, 8\] float64.*bfloat16"),
+    (kernels.linear_logprob, HEAD, {"hidden": [1.0]}, r"hidden is \[1.0\], expected a tensor"),
+    (kernels.linear_logprob, HEAD, {"weight": W[:, :7]}, r"weight is \[16, 7\].*expected \[V, 8\]"),
+    (
+        kernels.linear_logprob,
+        HEAD,
+        {"weight": W.bfloat16()},
+        r"weight is \[16, 8\] bfloat16.*float32 on cpu like hidden",
+    ),
+    (kernels.linear_logprob, HEAD, {"weight": W[:1]}, "V at least 2"),
+    (kernels.linear_logprob, HEAD, {"weight": W.to("meta")}, "weight is .* on meta"),
+    (kernels.linear_logprob, HEAD, {"targets": Y[:3]}, r"targets is \[3\] int64.*expected \[4\] int64"),
+    (kernels.linear_logprob, HEAD, {"targets": Y.int()}, r"targets is \[4\] int32"),
+    (kernels.linear_logprob, HEAD, {"targets": Y + 16}, r"targets\[0\] is 16, expected 0 to 15 or ignore_index=-100"),
+    (kernels.linear_logprob, HEAD, {"targets": Y - 1}, r"targets\[0\] is -1"),
+    (kernels.linear_logprob, HEAD, {"bias": W[0]}, r"bias is \[8\].*expected \[16\]"),
+    (kernels.linear_logprob, HEAD, {"anchor": T[:2]}, r"anchor is \[2\].*expected \[4\]"),
+    (kernels.linear_logprob, HEAD, {"temperature": 0.0}, "temperature is 0.0, expected a number above 0"),
+    (kernels.linear_logprob, HEAD, {"temperature": T[:2]}, r"temperature is \[2\]"),
+    (kernels.linear_logprob, HEAD, {"temperature": T}, "temperature is .*expected only numbers above 0"),
+    (kernels.linear_logprob, HEAD, {"softcap": -1.0}, "softcap is -1.0"),
+    (kernels.linear_logprob, HEAD, {"workspace_gib": 0}, "workspace_gib is 0"),
+    (kernels.linear_logprob, HEAD, {"backend": "tpu"}, "backend='tpu' is not one of 'cpu', 'reference'"),
+    (
+        kernels.linear_policy_loss,
+        POLICY,
+        {"loss": "ppo"},
+        "loss is 'ppo', expected one of 'clip', 'reinforce', 'likelihood'",
+    ),
+    (
+        kernels.linear_policy_loss,
+        POLICY,
+        {"kl_estimator": "k4"},
+        "kl_estimator is 'k4', expected one of 'k1', 'k2', 'k3'",
+    ),
+    (kernels.linear_policy_loss, POLICY, {"ratio": "group"}, "ratio is 'group', expected one of 'token', 'sequence'"),
+    (kernels.linear_policy_loss, POLICY, {"old_logprobs": None}, r"old_logprobs is None.*loss=.clip"),
+    (kernels.linear_policy_loss, POLICY, {"advantages": None}, "advantages is None"),
+    (kernels.linear_policy_loss, POLICY, {"advantages": Y}, r"advantages is \[4\] int64.*floating"),
+    (kernels.linear_policy_loss, POLICY, {"token_weights": T[:1]}, r"token_weights is \[1\]"),
+    (kernels.linear_policy_loss, POLICY, {"kl_coef": 0.1}, "ref_logprobs is None.*kl_coef > 0"),
+    (kernels.linear_policy_loss, POLICY, {"kl_coef": -0.1}, "kl_coef is -0.1"),
+    (kernels.linear_policy_loss, POLICY, {"is_cap": 2.0}, "behaviour_logprobs is None.*is_cap"),
+    (kernels.linear_policy_loss, POLICY, {"is_cap": 0.0, "behaviour_logprobs": T}, "is_cap is 0.0"),
+    (
+        kernels.linear_policy_loss,
+        POLICY,
+        {"is_cap": 2.0, "behaviour_logprobs": T, "loss": "likelihood"},
+        "is_cap is 2.0",
+    ),
+    (kernels.linear_policy_loss, POLICY, {"ratio": "sequence"}, "cu_seqlens is None.*sequence"),
+    (kernels.linear_policy_loss, POLICY, {"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[2\].*the 4 rows"),
+    (kernels.linear_policy_loss, POLICY, {"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising"),
+    (kernels.linear_policy_loss, POLICY, {"cu_seqlens": BOUNDS.float()}, "cu_seqlens is .* float32"),
+    (kernels.gae, GAE, {"rewards": T.double()}, "rewards is .* float64"),
+    (kernels.gae, GAE, {"values": T[:3]}, r"values is \[3\].*expected \[4\]"),
+    (kernels.gae, GAE, {"values": T.bfloat16()}, "values is .* bfloat16"),
+    (kernels.gae, GAE, {"cu_seqlens": torch.tensor([1, 4])}, "from 0 to the 4 rows"),
+    (kernels.gae, GAE, {"bootstrap": T}, r"bootstrap is \[4\].*expected \[2\]"),
+    (kernels.gae, GAE, {"gamma": 1.5}, "gamma is 1.5"),
+    (kernels.gae, GAE, {"lam": -0.5}, "lam is -0.5"),
+]
+
+
+@pytest.mark.parametrize(("function", "legal", "change", "message"), ILLEGAL)
+def test_illegal_input(function, legal, change, message):
+    function(**legal)
+    with pytest.raises(
+        (ValueError, TypeError), match=f"{function.__name__}: .*{message}|{function.__name__}: {message}"
+    ):
+        function(**(legal | change))
+
+
+def test_missing_build_falls_back_with_one_warning(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_built", lambda name: name == "reference")
+    dispatch._warn_not_built.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"'cpu' is not built.*pip install") as caught:
+        kernels.linear_logprob(H, W, Y)
+        kernels.linear_logprob(H, W, Y)
+    assert len([one for one in caught if one.category is RuntimeWarning]) == 1
+    with pytest.raises(RuntimeError, match=r"backend='cpu' is not built.*pip install"):
+        kernels.linear_logprob(H, W, Y, backend="cpu")
+
+
+def test_import_brings_in_nothing():
+    code = "import kernels, sys; assert not {'torch', 'numpy', 'triton'} & set(sys.modules); kernels.nothing"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(dispatch.__file__).parents[1]
+    )
+    assert "AttributeError: module 'kernels' has no attribute 'nothing'" in result.stderr
+    assert not hasattr(kernels, "__version__")

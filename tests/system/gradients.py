@@ -1,0 +1,80 @@
+"""Prints the update's gradients and metrics for one split of a fixed batch; started by test_trainer on 1 or 2 ranks.
+
+Usage: gradients.py MODEL ALGO ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
+"""
+
+import random
+import sys
+
+import numpy as np
+import torch
+
+from engine import distributed, experience
+from engine.config import Config
+from engine.sample import Sample
+from engine.training import models
+from engine.training.trainer import Trainer
+
+EPISODES = 8
+
+
+def batch(seed: int = 0) -> list[Sample]:
+    """Eight episodes of uneven length in four groups, with made-up behaviour log-probabilities and rewards."""
+    rng = random.Random(seed)
+    samples = []
+    for i in range(EPISODES):
+        length = rng.randint(1, 6)
+        samples.append(
+            Sample(
+                index=i, group_id=i // 2, prompt_ids=[1] + [rng.randint(3, 14) for _ in range(rng.randint(2, 6))],
+                response_ids=[rng.randint(0, 14) for _ in range(length)], reward=rng.random(),
+                behaviour_logprobs=np.array([-2 - rng.random() for _ in range(length)], np.float32),
+                finish_reason=rng.choice(["stop", "length"]),
+            )
+        )  # fmt: skip
+    return samples
+
+
+def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
+    config = Config.model_validate({
+        "algo": algo,
+        "train": {"zero_stage": zero_stage, "tokens_per_microbatch": budget, "max_grad_norm": 0.0, "learning_rate": 1e-3,
+                  "steps": 1},
+        "generation": {"max_logprob_gap": 100.0, "temperature": 0.7},
+        "ppo": {"value_coef": 1.0},
+    })  # fmt: skip
+    with distributed.joined("cpu", 5) as world:
+        torch.manual_seed(0)
+        value = models.load_value(model)[0] if algo == "ppo" else None
+        if value is not None:
+            torch.nn.init.normal_(value.model.score.weight, std=0.1)
+        trainer = Trainer(
+            config, world, policy=models.load_policy(model), reference=models.load_policy(model), value=value
+        )
+        share = EPISODES // world.size
+        samples = batch()[world.rank * share : (world.rank + 1) * share]
+        captured: dict[str, list[torch.Tensor]] = {}
+        if zero_stage == 0:
+            for name, engine in trainer.engines.items():
+                parameters = list(engine.module.parameters())
+                engine.optimizer.register_step_pre_hook(
+                    lambda *_, name=name, parameters=parameters: captured.update({name: [p.grad.clone() for p in parameters]})
+                )
+        old = trainer.logprobs(trainer.policy, samples) + torch.tensor(0.05)
+        ref = trainer.logprobs(trainer.reference, samples) - torch.tensor(0.1)
+        values, ends = trainer.values(samples) if value is not None else (None, None)
+        rollout = experience.rollout(samples, old, ref, values, ends)
+        objective = experience.objective(config, rollout, 0.1, world)
+        tokens = {"old_logprobs": old, "sampler_logprobs": experience.behaviour_logprobs(samples)}
+        if values is not None:
+            tokens["old_values"] = values - 0.1
+        metrics = trainer.update(samples, tokens, objective, order_seed="0")
+        from engine import weights
+
+        after = {name: {n: t.clone() for n, t in weights.full_weights(e)} for name, e in trainer.engines.items()}
+        if world.main:
+            torch.save({"gradients": captured, "metrics": metrics, "weights": after}, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

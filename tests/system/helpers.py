@@ -1,0 +1,47 @@
+"""Starting ranks and whole runs from tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
+    """Runs ``python *arguments`` once a rank; gives rank 0's output, fails with any rank's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                           "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    processes = [
+        subprocess.Popen([sys.executable, *arguments], env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for r in range(ranks)
+    ]  # fmt: skip
+    outputs = []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=timeout)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs[0]
+
+
+def run_engine(
+    *arguments: str, ok: bool = True, timeout: float = 280, threads: int | None = 1
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m engine.run`` as a person would, by default with one thread a process."""
+    result = subprocess.run(
+        [sys.executable, "-m", "engine.run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+    )  # fmt: skip
+    assert (result.returncode == 0) == ok, result.stdout[-3000:] + result.stderr[-6000:]
+    return result

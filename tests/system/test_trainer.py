@@ -1,0 +1,175 @@
+"""The update is the same however a batch is split; and nothing outside a response moves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import distributed, experience
+from engine.config import Config
+from engine.distributed import World
+from engine.training import models
+from engine.training.packing import microbatches
+from engine.training.trainer import Trainer, WeightsDisagreeError
+from tests.system import gradients
+from tests.system.helpers import run_ranks
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("algo", ["ppo", "rloo"])
+def test_gradients_do_not_depend_on_the_split(tiny_model: str, tmp_path: Path, algo: str) -> None:
+    """(1 x 8) = (8 x 1) = 2 ranks x (4 x 1), in fp32, for both models."""
+    results = []
+    for ranks, budget in ((1, 1000), (1, 16), (2, 16)):
+        out = tmp_path / f"{ranks}-{budget}.pt"
+        run_ranks(ranks, gradients.__file__, tiny_model, algo, "0", str(budget), str(out))
+        results.append(torch.load(out, weights_only=True))
+    whole = results[0]
+    for name, expected in whole["gradients"].items():
+        assert all(float(g.abs().max()) > 0 for g in expected), "every trainable parameter has a gradient"
+        for other in results[1:]:
+            for got, want in zip(other["gradients"][name], expected, strict=True):
+                assert relative(got, want) < 2e-6
+    for other in results[1:]:
+        for key, value in whole["metrics"].items():
+            assert other["metrics"][key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    for name, tensors in whole["weights"].items():
+        start = dict(models.load_policy(tiny_model).model.named_parameters()) if name == "policy" else {}
+        assert all(float((tensors[n] - p).abs().max()) > 0 for n, p in start.items()), "every parameter moves"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_on_two_ranks_agree_with_one_process(tiny_model: str, tmp_path: Path, stage: int) -> None:
+    """The same weights after a step, gathered whole; microbatch counts are uneven between the ranks."""
+    run_ranks(1, gradients.__file__, tiny_model, "ppo", "0", "1000", str(tmp_path / "one.pt"))
+    run_ranks(2, gradients.__file__, tiny_model, "ppo", str(stage), "16", str(tmp_path / "two.pt"))
+    one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
+    for name, expected in one["weights"].items():
+        assert two["weights"][name].keys() == expected.keys()
+        for key, want in expected.items():
+            assert two["weights"][name][key].shape == want.shape
+            torch.testing.assert_close(two["weights"][name][key], want, rtol=1e-4, atol=2e-6)
+    assert two["metrics"]["policy/grad_norm"] == pytest.approx(one["metrics"]["policy/grad_norm"], rel=1e-4)
+    assert two["metrics"]["value/grad_norm"] == pytest.approx(one["metrics"]["value/grad_norm"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with distributed.joined("cpu", 5) as alone:
+        yield alone
+
+
+def trainer(model: str, world: World, **sections: dict) -> Trainer:
+    train = {"steps": 1, "tokens_per_microbatch": 40, "learning_rate": 1e-3} | sections.pop("train", {})
+    config = Config.model_validate({"algo": "rloo", "train": train, "kl": {"coef": 0.0}} | sections)
+    return Trainer(config, world, policy=models.load_policy(model), reference=None, value=None)
+
+
+def test_packed_logprobs_equal_one_sequence_at_a_time(tiny_model: str, world: World) -> None:
+    """Against transformers' own attention and logits, unpacked: no token sees another sequence, positions restart."""
+    samples = gradients.batch()
+    got = trainer(tiny_model, world, generation={"temperature": 0.7})
+    packed = got.logprobs(got.policy, samples)
+    oracle = AutoModelForCausalLM.from_pretrained(tiny_model)
+    expected = []
+    for one in samples:
+        ids = torch.tensor([one.prompt_ids + one.response_ids])
+        with torch.no_grad():
+            logits = oracle(ids).logits[0, len(one.prompt_ids) - 1 : -1].double() / 0.7
+        expected.append(logits.log_softmax(-1).gather(-1, torch.tensor(one.response_ids)[:, None])[:, 0])
+    torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=0, atol=2e-5)
+
+
+def test_value_model_reads_the_right_positions(tiny_model: str, world: World) -> None:
+    """Before each response token and after the last, against an unpacked pass of the same network."""
+    value, new_head = models.load_value(tiny_model)
+    assert new_head and float(value.model.score.weight.detach().abs().max()) == 0.0
+    torch.nn.init.normal_(value.model.score.weight)
+    samples = gradients.batch()
+    (micro,) = microbatches(samples, range(len(samples)), 1000, world)
+    with torch.no_grad():
+        rows, ends = value(micro)
+        start = 0
+        for place, i in enumerate(micro.indices):
+            one = samples[i]
+            hidden = AutoModelForCausalLM.from_pretrained(tiny_model).model(
+                torch.tensor([one.prompt_ids + one.response_ids])
+            ).last_hidden_state[0]
+            every = value.model.score(hidden)[:, 0]
+            length = len(one.response_ids)
+            torch.testing.assert_close(rows[start : start + length], every[len(one.prompt_ids) - 1 : -1], rtol=0, atol=1e-4)
+            torch.testing.assert_close(ends[place], every[-1], rtol=0, atol=1e-4)
+            start += length
+
+
+def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: World) -> None:
+    """Through several epochs and minibatches at temperature 0.6: no dropout, no packing and no temperature differ."""
+    got = trainer(
+        tiny_model, world, generation={"temperature": 0.6, "max_logprob_gap": 100.0},
+        train={"learning_rate": 0.0, "epochs_per_batch": 2, "minibatches_per_batch": 4},
+    )  # fmt: skip
+    samples = gradients.batch()
+    old = got.logprobs(got.policy, samples)
+    rollout = experience.rollout(samples, old, None, None, None)
+    objective = experience.objective(got.config, rollout, 0.0, world)
+    tokens = {"old_logprobs": old, "sampler_logprobs": old}
+    metrics = got.update(samples, tokens, objective, order_seed="0")
+    assert metrics["policy/log_ratio_abs"] < 1e-6
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
+    assert metrics["policy/grad_norm"] > 0
+
+
+def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World) -> None:
+    got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01})
+    samples = gradients.batch()
+    old = got.logprobs(got.policy, samples)
+    objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
+    got.update(samples, {"old_logprobs": old, "sampler_logprobs": old + 0.005}, objective, order_seed="0")
+    with pytest.raises(WeightsDisagreeError, match="max_logprob_gap"):
+        got.update(samples, {"old_logprobs": old, "sampler_logprobs": old + 0.5}, objective, order_seed="0")
+
+
+def test_zero_advantages_give_zero_finite_gradients(tiny_model: str, world: World) -> None:
+    """A batch with nothing to learn from still has a graph: no step is skipped, nothing is NaN, nothing moves."""
+    got = trainer(tiny_model, world)
+    samples = gradients.batch()
+    for one in samples:
+        one.reward = 1.0
+    before = [p.detach().clone() for p in got.policy.module.parameters()]
+    old = got.logprobs(got.policy, samples)
+    objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
+    metrics = got.update(samples, {"old_logprobs": old}, objective, order_seed="0")
+    assert metrics["policy/grad_norm"] == 0.0 and metrics["policy/loss"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -> None:
+    samples = gradients.batch()
+    norms = []
+    for checkpointing in (False, True):
+        got = trainer(tiny_model, world)
+        if checkpointing:
+            policy = models.load_policy(tiny_model, gradient_checkpointing=True)
+            got = Trainer(got.config, world, policy=policy, reference=None, value=None)
+            assert got.policy.module.model.is_gradient_checkpointing
+        old = got.logprobs(got.policy, samples)
+        objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
+        norms.append(got.update(samples, {"old_logprobs": old}, objective, order_seed="0")["policy/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_missing_head_weights_are_an_error(tiny_model: str, tmp_path: Path) -> None:
+    from engine.config import ConfigError
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("lm_head")}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match="lm_head"):
+        models.load_policy(str(tmp_path))

@@ -1,0 +1,160 @@
+"""PPO and RLOO against examples computed by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms import kl_control, ppo, rloo
+from algorithms.base import Rollout, kl_tokens, sequence_sums
+
+
+def alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def rollout(**fields: object) -> Rollout:
+    """Three prompts with two responses each, of 2, 1, 3, 1, 1, 2 tokens."""
+    lengths = torch.tensor([2, 1, 3, 1, 1, 2])
+    total = int(lengths.sum())
+    generator = torch.Generator().manual_seed(0)
+    defaults = {
+        "scores": torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 3.0]),
+        "group_ids": torch.tensor([0, 0, 1, 1, 2, 2]),
+        "truncated": torch.tensor([False, True, False, False, True, False]),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        "old_logprobs": -torch.rand(total, generator=generator),
+        "ref_logprobs": -torch.rand(total, generator=generator),
+        "values": torch.rand(total, generator=generator),
+        "end_values": torch.rand(6, generator=generator),
+    }
+    return Rollout(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def test_rloo_by_hand() -> None:
+    """Without KL each advantage is the score less the other one's; K = 2 makes that a difference."""
+    objective = rloo.objective(rollout(ref_logprobs=None), kl_coef=0.0, ratio="sequence", reduce=alone)
+    by_response = [1.0, -1.0, 0.0, 0.0, -1.0, 1.0]
+    expected = [a for a, n in zip(by_response, [2, 1, 3, 1, 1, 2], strict=True) for _ in range(n)]
+    assert objective.advantages is not None
+    assert objective.advantages.tolist() == expected
+    assert objective.normalise == "sequence" and objective.loss["ratio"] == "sequence"
+    assert objective.metrics["rloo/zero_advantage_fraction"] == pytest.approx(2 / 6)
+
+
+def test_rloo_subtracts_kl_of_the_response() -> None:
+    batch = rollout()
+    returns = [
+        float(batch.scores[i]) - 0.5 * sum(float(batch.old_logprobs[t] - batch.ref_logprobs[t]) for t in range(a, b))  # type: ignore[index]
+        for i, (a, b) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True))
+    ]
+    objective = rloo.objective(batch, kl_coef=0.5, ratio="token", reduce=alone)
+    assert objective.normalise == "token"
+    for i in range(6):
+        other = i + 1 if i % 2 == 0 else i - 1
+        assert float(objective.advantages[batch.cu_seqlens[i]]) == pytest.approx(returns[i] - returns[other], abs=1e-6)  # type: ignore[index]
+
+
+def test_leave_one_out_of_uneven_groups() -> None:
+    advantages = rloo.leave_one_out(torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0]), torch.tensor([7, 7, 7, 9, 9]))
+    assert advantages.tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0]
+
+
+def test_ppo_reward_lands_on_the_last_response_token() -> None:
+    """With end of sequence, without, of length one, at full length: the score is at cu_seqlens - 1, KL at every token."""
+    batch = rollout()
+    rewards = ppo.token_rewards(batch, kl_coef=0.1)
+    expected = -0.1 * (batch.old_logprobs - batch.ref_logprobs)  # type: ignore[operator]
+    for last, score in zip([1, 2, 5, 6, 7, 9], batch.scores.tolist(), strict=True):
+        expected[last] += score
+    torch.testing.assert_close(rewards, expected)
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_ppo_advantages_against_a_double_loop(bootstrap: bool) -> None:
+    batch, gamma, lam = rollout(), 0.9, 0.8
+    rewards = ppo.token_rewards(batch, 0.1)
+    expected, returns = [], []
+    for i in range(6):
+        a, b = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
+        end = float(batch.end_values[i]) if bootstrap and batch.truncated[i] else 0.0  # type: ignore[index]
+        values = [*batch.values[a:b].tolist(), end]  # type: ignore[index]
+        for t in range(a, b):
+            deltas = [float(rewards[s]) + gamma * values[s - a + 1] - values[s - a] for s in range(t, b)]
+            expected.append(sum((gamma * lam) ** n * delta for n, delta in enumerate(deltas)))
+            returns.append(expected[-1] + values[t - a])
+    objective = ppo.objective(
+        batch, kl_coef=0.1, gamma=gamma, lam=lam, whiten_advantages=False, bootstrap_truncated=bootstrap, reduce=alone
+    )
+    torch.testing.assert_close(objective.advantages, torch.tensor(expected))
+    torch.testing.assert_close(objective.returns, torch.tensor(returns))
+
+
+def test_whitening_is_over_all_ranks() -> None:
+    whole = torch.randn(10, generator=torch.Generator().manual_seed(1)) * 3 + 5
+    parts, expected = [whole[:3], whole[3:]], (whole - whole.mean()) / whole.std(correction=0)
+    torch.testing.assert_close(ppo.whiten(whole, alone), expected)
+
+    sums: list[Tensor] = []
+    for stage in range(2):  # what both ranks send in each reduction
+        stage_sums: list[Tensor] = []
+        for part in parts:
+            calls = iter(sums)
+
+            def reduce(x: Tensor, calls=calls, stage_sums=stage_sums) -> Tensor:  # noqa: ANN001
+                known = next(calls, None)
+                if known is None:
+                    stage_sums.append(x)
+                    raise StopIteration
+                return known
+
+            with pytest.raises(StopIteration):
+                ppo.whiten(part, reduce)
+        sums.append(stage_sums[0] + stage_sums[1])
+    for part, want in zip(parts, expected.split([3, 7]), strict=True):
+        calls = iter(sums)
+        torch.testing.assert_close(ppo.whiten(part, lambda x, calls=calls: next(calls)), want)
+
+
+def test_value_loss_takes_the_larger_error() -> None:
+    loss, clipped = ppo.value_loss(torch.tensor([1.0, 0.5, 0.1]), torch.zeros(3), torch.tensor([1.0, 0.0, 0.3]), clip=0.2)
+    # new 1.0 is right but far from old 0: the clipped 0.2 errs by 0.8; 0.5 errs more than its clipped 0.2; 0.1 is near
+    assert loss.tolist() == pytest.approx([0.5 * 0.64, 0.5 * 0.25, 0.5 * 0.04])
+    assert clipped.tolist() == [True, False, False]
+
+
+def test_value_gradient_stops_where_clipping_decides() -> None:
+    values = torch.tensor([1.0, 0.5, 0.1], requires_grad=True)
+    ppo.value_loss(values, torch.zeros(3), torch.tensor([1.0, 0.0, 0.3]), clip=0.2)[0].sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 0.5, -0.2])
+
+
+def test_explained_variance() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0])
+    assert ppo.explained_variance(returns, returns, alone) == pytest.approx(1.0)
+    assert ppo.explained_variance(torch.full((3,), 2.0), returns, alone) == pytest.approx(0.0)
+    assert ppo.explained_variance(returns, torch.ones(3), alone) == 0.0
+
+
+def test_no_reference_means_no_kl() -> None:
+    assert kl_tokens(rollout(ref_logprobs=None)).abs().sum() == 0
+
+
+def test_sequence_sums() -> None:
+    assert sequence_sums(torch.arange(4.0), torch.tensor([0, 1, 1, 4])).tolist() == [0.0, 0.0, 6.0]
+
+
+@pytest.mark.parametrize("kl,factor", [(6.0, 1.0), (60.0, 1 + 0.2 * 0.1), (0.0, 1 - 0.2 * 0.1), (6.6, 1 + 0.1 * 0.1)])
+def test_adaptive_kl(kl: float, factor: float) -> None:
+    assert kl_control.adapted(0.5, kl, target=6.0, horizon=1000, episodes=100) == pytest.approx(0.5 * factor)
+
+
+def test_learning_rate_schedule_counts_optimizer_steps() -> None:
+    from engine.training.zero import learning_rate_factor
+
+    factor = learning_rate_factor("linear", warmup_steps=2, total_steps=6)
+    assert [factor(i) for i in range(8)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    assert learning_rate_factor("constant", 0, 6)(5) == 1.0
+    assert learning_rate_factor("cosine", 0, 6)(3) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))

@@ -1,0 +1,110 @@
+"""The command line and configuration: every fault is one line naming the key, before anything heavy loads."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine import cli
+from engine.config import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "engine.run", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+BAD = {
+    "unknown key": (["--train.learnin_rate", "1"], "train.learning_rate"),
+    "key without section": (["--learning_rate", "1"], "train.learning_rate"),
+    "no option": (["ppo"], "'ppo' is not an option"),
+    "algorithm": (["--algo", "dqo"], "algo = 'dqo'"),
+    "wrong type": (["--train.steps", "many"], "train.steps = 'many'"),
+    "fraction for a count": (["--train.steps", "1.5"], "train.steps = '1.5'"),
+    "out of range": (["--train.clip_low", "1.5"], "train.clip_low"),
+    "not finite": (["--train.learning_rate", "nan"], "train.learning_rate"),
+    "negative": (["--kl.coef", "-0.1"], "kl.coef"),
+    "ranks": (["--launch.ranks", "3"], "rollout.prompts_per_step (32)"),
+    "minibatches": (["--train.minibatches_per_batch", "7"], "into 7 equal minibatches"),
+    "microbatch too small": (["--train.tokens_per_microbatch", "8"], "train.tokens_per_microbatch (8)"),
+    "truncated sampling": (["--generation.top_p", "0.9"], "generation.top_p"),
+    "one sample for rloo": (["--algo", "rloo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
+    "two prompt sources": (["--data.path", "x.jsonl"], "data.task and data.path"),
+    "missing prompts": (["--data.task", "null", "--data.path", "./nowhere.jsonl", "--model.path", "x",
+                         "--reward.function", "m:f"], "./nowhere.jsonl"),
+    "missing model": (["--model.path", "./nowhere"], "model.path: there is no './nowhere'"),
+    "two penalties": (["--rollout.missing_eos_penalty", "1", "--rollout.missing_eos_reward", "0"], "missing_eos"),
+    "adaptive KL from zero": (["--kl.coef", "0", "--kl.target", "6"], "kl.target"),
+    "no policy steps": (["--ppo.value_warmup_steps", "500", "--train.steps", "500"], "ppo.value_warmup_steps"),
+    "reward function": (["--reward.function", "nofunction"], "reward.function"),
+    "tensor parallel with hf": (["--generation.tensor_parallel", "2"], "generation.tensor_parallel"),
+    "resume without run": (["--resume", "./nowhere"], "./nowhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments,needle", BAD.values(), ids=BAD.keys())
+def test_bad_configurations_are_one_named_line(arguments: list[str], needle: str) -> None:
+    started = time.perf_counter()
+    result = run(*([] if "--resume" in arguments else QUICK), *arguments)
+    seconds = time.perf_counter() - started
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert needle in result.stderr
+    assert seconds < 1.0, f"took {seconds:.2f} s"
+
+
+@pytest.mark.parametrize("text,needle", [
+    ("train: [1, 2]", "train"),
+    ("train: {stepz: 3}", "train.steps"),
+    ("train: {steps: true}", "train.steps = True"),
+    ("rollout: {missing_eos_penalty: yes}", "rollout.missing_eos_penalty"),
+    ("- a list", "must be a mapping"),
+    ("train: {steps: 3", "not YAML"),
+])  # fmt: skip
+def test_bad_files(tmp_path: Path, text: str, needle: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=needle):
+        cli.parse(["--config", str(tmp_path / "bad.yaml")])
+
+
+def test_file_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_ENV", "")
+    (tmp_path / "run.yaml").write_text(
+        "env: {TANDEM_TEST_ENV: 3}\nalgo: rloo\ndata: {task: addition}\ntrain: {steps: 7, learning_rate: 1e-5}\n"
+    )
+    config, _ = cli.parse(["--config", str(tmp_path / "run.yaml"), "--train.steps", "9", "--train.zero_stage", "2"])
+    assert (config.algo, config.train.steps, config.train.learning_rate, config.train.zero_stage) == ("rloo", 9, 1e-5, 2)
+    import os
+
+    assert os.environ["TANDEM_TEST_ENV"] == "3"
+
+
+def test_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    result = run(*QUICK, "--algo", "rloo", "--generation.stop_tokens", "['=']", "--print-config")
+    assert result.returncode == 0, result.stderr
+    assert Config.model_validate(yaml.safe_load(result.stdout)).generation.stop_tokens == ["="]
+    (tmp_path / "again.yaml").write_text(result.stdout)
+    assert run("--config", str(tmp_path / "again.yaml"), "--print-config").stdout == result.stdout
+
+
+def test_help_explains_every_key() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for key, field in cli.leaves():
+        assert f"--{key} " in text
+        assert field.description and field.description.split("\n")[0][:30] in text, key
+
+
+def test_quickstart_is_the_default() -> None:
+    assert run("--print-config").stdout == run(*QUICK, "--print-config").stdout
+
+
+def test_parsing_imports_nothing_heavy() -> None:
+    code = "import sys, engine.cli, engine.launch, engine.run; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

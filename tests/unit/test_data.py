@@ -1,0 +1,90 @@
+"""Prompts: epochs, the cursor, files, tokens."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine import data
+from engine.config import Config, ConfigError
+from engine.data import Prompt, PromptStream
+from engine.tasks import addition
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt([i + 1], str(i), {}) for i in range(count)]
+
+
+@pytest.mark.parametrize("take", [1, 3, 7, 10, 25])
+def test_every_prompt_once_an_epoch(take: int) -> None:
+    stream = PromptStream(prompts(10), seed=3)
+    seen = [prompt.text for _ in range(40 // take + 1) for prompt in stream.take(take)]
+    for start in range(0, len(seen) - 9, 10):
+        assert Counter(seen[start : start + 10]) == Counter(str(i) for i in range(10))
+    assert seen[:10] != seen[10:20], "a new epoch has a new order"
+
+
+def test_cursor_continues_and_seed_changes_the_order() -> None:
+    whole = [p.text for p in PromptStream(prompts(10), seed=3).take(30)]
+    resumed = PromptStream(prompts(10), seed=3)
+    resumed.cursor = 13
+    assert [p.text for p in resumed.take(17)] == whole[13:]
+    assert [p.text for p in PromptStream(prompts(10), seed=4).take(30)] != whole
+    assert [p.text for p in PromptStream(prompts(10), seed=3, shuffle=False).take(10)] == [str(i) for i in range(10)]
+
+
+def config(tmp_path: Path, rows: list[dict], **sections: dict) -> Config:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    sections["data"] = {"path": str(path)} | sections.get("data", {})
+    return Config.model_validate(sections)
+
+
+def test_files(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": [1, 4, 5], "answer": "4"}]
+    loaded, held_out, _ = data.load(config(tmp_path, rows), addition.tokenizer())
+    assert [p.ids for p in loaded] == [[1, 4, 13, 5, 14], [1, 4, 5]] and held_out == []
+    assert loaded[0].columns["answer"] == "3"
+    pq.write_table(pa.table({"prompt": ["1+2="], "answer": ["3"]}), tmp_path / "p.parquet")
+    again = Config.model_validate({"data": {"path": str(tmp_path / "p.parquet"), "eval_path": str(tmp_path / "p.parquet")}})
+    loaded, held_out, _ = data.load(again, addition.tokenizer())
+    assert loaded[0].ids == held_out[0].ids == [1, 4, 13, 5, 14]
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+2="}, {"prompt": "11+22="}]
+    loaded, _, notes = data.load(config(tmp_path, rows, rollout={"max_prompt_tokens": 5}), addition.tokenizer())
+    assert len(loaded) == 1 and len(notes) == 1 and notes[0].startswith("1 training")
+
+
+@pytest.mark.parametrize("rows,needle", [
+    ([{"question": "1+2="}], "no column 'prompt'"),
+    ([{"prompt": []}], "encodes to no token"),
+    ([{"prompt": 3}], "must be a string"),
+    ([{"prompt": [{"role": "user", "content": "1"}]}], "chat template"),
+])  # fmt: skip
+def test_unusable_prompts_are_named(tmp_path: Path, rows: list[dict], needle: str) -> None:
+    with pytest.raises(ConfigError, match=needle):
+        data.load(config(tmp_path, rows), addition.tokenizer())
+
+
+def test_chat_template_has_one_beginning_of_sequence() -> None:
+    tokenizer = addition.tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for prompt in ("1+2=", [{"role": "user", "content": "1+2="}]):
+        ids = data.encode_prompt(prompt, tokenizer, chat_template=True)
+        assert ids.count(tokenizer.bos_token_id) == 1 and ids[1:] == [4, 13, 5, 14]
+
+
+def test_addition_splits_do_not_overlap() -> None:
+    train, held_out = addition.problems("train"), addition.problems("held_out")
+    questions = {row["prompt"] for row in train}
+    assert len(train) + len(held_out) == 10_000 and len(held_out) == 4096
+    assert not questions & {row["prompt"] for row in held_out}
+    for row in held_out[:200]:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert int(a) + int(b) == int(row["answer"])
