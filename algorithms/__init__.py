@@ -1,1 +1,1 @@
-"""One file an algorithm: scores and log-probabilities in, advantages and a loss specification out. No state, no engine."""
+"""One file an algorithm: scores and log-probabilities in, advantages and a loss out. No state, no engine."""

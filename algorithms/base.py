@@ -1,4 +1,7 @@
-"""What every algorithm takes and gives. Token quantities are flat: responses end to end, ``cu_seqlens`` their borders."""
+"""What every algorithm takes and gives.
+
+Token quantities are flat vectors: responses end to end, ``cu_seqlens`` their borders.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Objective:
     advantages: Tensor | None
     """[T] fp32; None for a likelihood."""
     normalise: Literal["token", "sequence"]
-    """Mean over the minibatch's response tokens, or over its responses of each response's token mean; over all ranks."""
+    """Mean over the minibatch's response tokens, or mean over its responses of their token means; over all ranks."""
     loss: dict[str, Any]
     """Keyword arguments of ``kernels.linear_policy_loss`` that do not vary by token."""
     returns: Tensor | None = None
@@ -63,7 +66,7 @@ def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def kl_tokens(rollout: Rollout) -> Tensor:
-    """[T] the k1 estimate of KL(policy || reference) at each token: old minus reference log-probability; 0 without one."""
+    """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference."""
     if rollout.ref_logprobs is None:
         return torch.zeros_like(rollout.old_logprobs)
     return rollout.old_logprobs - rollout.ref_logprobs
@@ -71,5 +74,7 @@ def kl_tokens(rollout: Rollout) -> Tensor:
 
 def global_mean(values: Tensor, reduce: Reduce) -> float:
     """Mean of the elements of every rank's ``values``."""
-    total = reduce(torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)]))
+    total = reduce(
+        torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)])
+    )
     return float(total[0] / total[1].clamp(min=1))

@@ -1,6 +1,7 @@
-"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) for responses (Stiennon et al. 2020, 2009.01325).
+"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347).
 
-The reward of token t is -beta * kl_t, plus the response's score on its last token; advantages and returns come from
+As in Stiennon et al. 2020 (arXiv 2009.01325), the reward of token t is -beta * kl_t, plus the response's score on its
+last token; advantages and returns come from
 generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 """
 
@@ -86,7 +87,15 @@ def explained_variance(values: Tensor, returns: Tensor, reduce: Reduce) -> float
     """1 - Var(returns - values) / Var(returns), over every rank's tokens; 0 where returns do not vary."""
     error, wide = (returns - values).double(), returns.double()
     count, *sums = reduce(
-        torch.stack([torch.full_like(wide.sum(), wide.numel()), error.sum(), error.square().sum(), wide.sum(), wide.square().sum()])
+        torch.stack(
+            [
+                torch.full_like(wide.sum(), wide.numel()),
+                error.sum(),
+                error.square().sum(),
+                wide.sum(),
+                wide.square().sum(),
+            ]
+        )
     )
     error_mean, error_square, mean, square = (s / count for s in sums)
     variance = square - mean.square()

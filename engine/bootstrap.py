@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,9 +56,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
         from transformers import AutoModelForCausalLM
 
         AutoModelForCausalLM.from_config(addition.model_config()).save_pretrained(scratch)
-        trainer = Trainer(
-            _supervised(config), world, policy=models.load_policy(scratch), reference=None, value=None
-        )
+        trainer = Trainer(_supervised(config), world, policy=models.load_policy(scratch), reference=None, value=None)
         generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=config.eval.prompts)
     examples = addition.problems("train")
     stops = rollout.stop_token_ids(tokenizer, ())
@@ -78,7 +77,8 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
         if step % CHECK_EVERY == 0:
             accuracy = _accuracy(trainer, generator, tokenizer, stops, step)
             if step % (5 * CHECK_EVERY) == 0 or accuracy >= STOP_AT:
-                say(f"  supervised step {step}: {accuracy:.0%} of held-out problems right, {time.perf_counter() - started:.0f} s")
+                seconds = time.perf_counter() - started
+                say(f"  supervised step {step}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s")
             if accuracy >= STOP_AT:
                 break
     partial = folder.with_name(f"partial-{folder.name}")
@@ -89,17 +89,24 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
     world.barrier()
 
 
-def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: object, stops: tuple[int, ...], step: int) -> float:
+def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: tuple[int, ...], step: int) -> float:
     """Greedy accuracy on the first 512 held-out problems; every rank computes the same."""
     generator.sleep()
     generator.wake()
     generator.load_weights(weights.full_weights(trainer.policy), step)
     generator.start()
     problems = addition.problems("held_out")[:512]
-    prompts = [rollout.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]  # type: ignore[attr-defined]
+    prompts = [rollout.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
     sampling = Sampling(addition.MAX_RESPONSE_TOKENS, 0.0, stops)
     samples = rollout.sample(
-        prompts, generator, tokenizer, sampling, samples_per_prompt=1, first_group=0, seed=0, step=0  # type: ignore[arg-type]
+        prompts,
+        generator,
+        tokenizer,
+        sampling,
+        samples_per_prompt=1,
+        first_group=0,
+        seed=0,
+        step=0,
     )
     right = addition.verify([s.response_text for s in samples], [row["answer"] for row in problems])
     return sum(right) / len(right)
@@ -109,7 +116,11 @@ def _supervised(config: Config) -> Config:
     """The run's configuration with the supervised phase's own training settings."""
     supervised = config.model_copy(deep=True)
     supervised.train = type(config.train)(
-        steps=MAX_STEPS, learning_rate=LEARNING_RATE, tokens_per_microbatch=BATCH * 16, workspace_gib=config.train.workspace_gib, kernel_backend=config.train.kernel_backend,
+        steps=MAX_STEPS,
+        learning_rate=LEARNING_RATE,
+        tokens_per_microbatch=BATCH * 16,
+        workspace_gib=config.train.workspace_gib,
+        kernel_backend=config.train.kernel_backend,
     )
     supervised.model.dtype = "float32"
     return supervised

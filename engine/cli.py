@@ -44,8 +44,11 @@ def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0]) if unknown[0].startswith("--") else
-                          f"'{unknown[0]}' is not an option; options read --section.key value")
+        raise ConfigError(
+            _unknown(unknown[0].lstrip("-").split("=")[0])
+            if unknown[0].startswith("--")
+            else f"'{unknown[0]}' is not an option; options read --section.key value"
+        )
     given = {key: value for key, value in vars(options).items() if key not in ("config", "print_config")}
     if options.config is None and "resume" in given:
         options.config = str(Path(given["resume"]) / "config.yaml")
@@ -106,14 +109,23 @@ def quickstart() -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.run", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        prog="python -m engine.run",
+        usage=USAGE,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         description="Trains a language model by reinforcement learning from (human) feedback.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     top = parser.add_argument_group("run")
-    top.add_argument("--config", metavar="FILE.yaml", default=None,
-                     help="configuration file; its keys are those below, nested. Default: configs/quickstart.yaml")
-    top.add_argument("--print-config", action="store_true", default=False, help="print the resolved configuration and exit")
+    top.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=None,
+        help="configuration file; its keys are those below, nested. Default: configs/quickstart.yaml",
+    )
+    top.add_argument(
+        "--print-config", action="store_true", default=False, help="print the resolved configuration and exit"
+    )
     groups = {"": top}
     for key, field in leaves():
         section = key.rpartition(".")[0]
@@ -122,8 +134,9 @@ def _parser() -> argparse.ArgumentParser:
             groups[section] = parser.add_argument_group(section, doc)
         default = field.get_default(call_default_factory=True)
         shown = "" if default in (None, [], {}) else f" (default: {default})"
-        groups[section].add_argument(f"--{key}", metavar=_type_name(field.annotation),
-                                     help=f"{field.description}{shown}".replace("%", "%%"))
+        groups[section].add_argument(
+            f"--{key}", metavar=_type_name(field.annotation), help=f"{field.description}{shown}".replace("%", "%%")
+        )
     return parser
 
 

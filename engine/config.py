@@ -25,7 +25,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name and "bool" not in str(cls.model_fields[info.field_name].annotation):
+        if (
+            isinstance(value, bool)
+            and info.field_name
+            and "bool" not in str(cls.model_fields[info.field_name].annotation)
+        ):
             raise ValueError("is not a yes-or-no setting")
         return value
 
@@ -112,7 +116,9 @@ class Rollout(Section):
 class Generation(Section):
     """How responses are sampled."""
 
-    backend: Literal["hf", "vllm"] = Field("hf", description="Sampler: transformers' own generation, or vLLM in process")
+    backend: Literal["hf", "vllm"] = Field(
+        "hf", description="Sampler: transformers' own generation, or vLLM in process"
+    )
     temperature: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Sampling temperature; the trainer's log-probabilities use the same one"
     )
@@ -183,7 +189,10 @@ class KL(Section):
     target: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Adaptive coefficient (Ziegler et al. 2019): KL of a response to aim at, in nats"
     )
-    horizon: Positive = Field(10000, description="Episodes over which the adaptive coefficient changes by its relative error, which is cut to 20 percent")
+    horizon: Positive = Field(
+        10000,
+        description="Episodes over which the adaptive coefficient changes by its relative error (cut to 20 percent)",
+    )
 
 
 class PPO(Section):
@@ -222,8 +231,8 @@ class OffPolicy(Section):
 
     correction: bool | None = Field(
         None,
-        description="Truncated importance weights min(exp(old - behaviour), cap). Default: on when the sampler computes "
-        "in other numerics than the trainer",
+        description="Truncated importance weights min(exp(old - behaviour), cap). Default: on when the sampler "
+        "computes in other numerics than the trainer",
     )
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Largest importance weight")
 
@@ -243,7 +252,9 @@ class Launch(Section):
     ranks: Positive | None = Field(
         None, description="Processes on this machine. Default: one for each GPU, one on a CPU. Under torchrun: its own"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto takes the GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute; auto takes the GPU if there is one"
+    )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         60.0, description="How long one rank waits for another before the run fails; longer than the longest rollout"
     )
@@ -265,7 +276,9 @@ class Save(Section):
         50, description="Write a checkpoint every so many steps, and at the end; 0 only at the end"
     )
     keep: Positive = Field(1, description="Checkpoints kept besides the newest")
-    samples_per_step: Annotated[int, Field(ge=0)] = Field(8, description="Samples of each step written to samples.jsonl")
+    samples_per_step: Annotated[int, Field(ge=0)] = Field(
+        8, description="Samples of each step written to samples.jsonl"
+    )
 
 
 class Config(Section):
@@ -319,7 +332,7 @@ class Config(Section):
             )
         if self.rollout.missing_eos_penalty is not None and self.rollout.missing_eos_reward is not None:
             raise ConfigError(
-                "rollout.missing_eos_penalty subtracts from the reward and rollout.missing_eos_reward replaces it: give one"
+                "rollout.missing_eos_penalty lowers the reward, rollout.missing_eos_reward replaces it: give one"
             )
         if self.kl.target is not None and self.kl.coef == 0:
             raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
@@ -327,8 +340,8 @@ class Config(Section):
             raise ConfigError("off_policy.correction cannot be off with schedule.staleness > 0")
         if self.algo == "rloo" and self.rollout.samples_per_prompt < 2:
             raise ConfigError(
-                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but RLOO's baseline is the mean reward "
-                "of the other responses of the prompt: it needs at least 2"
+                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but RLOO's baseline is the mean "
+                "reward of the other responses to the prompt: it needs at least 2"
             )
         if self.algo == "ppo" and self.ppo.value_warmup_steps >= self.train.steps:
             raise ConfigError(
@@ -339,7 +352,8 @@ class Config(Section):
             raise ConfigError("generation.tensor_parallel needs generation.backend vllm")
         if world_size % self.generation.tensor_parallel:
             raise ConfigError(
-                f"generation.tensor_parallel ({self.generation.tensor_parallel}) must divide the number of ranks ({world_size})"
+                f"generation.tensor_parallel ({self.generation.tensor_parallel}) must divide the number of ranks "
+                f"({world_size})"
             )
         if self.model.dtype == "float16" and self.launch.device == "cpu":
             raise ConfigError("model.dtype float16 cannot train on the CPU: take float32 or bfloat16")
@@ -349,7 +363,9 @@ class Config(Section):
         if (data.task is None) == (data.path is None):
             raise ConfigError("give prompts by exactly one of data.task and data.path")
         if data.task is None and self.model.path is None:
-            raise ConfigError("model.path is missing: only an embedded task (data.task) has a starting model of its own")
+            raise ConfigError(
+                "model.path is missing: only an embedded task (data.task) has a starting model of its own"
+            )
         if data.task is None and reward.function is None:
             raise ConfigError("reward.function is missing: only an embedded task (data.task) has a verifier of its own")
         if reward.function is not None and reward.function.count(":") != 1:
@@ -371,12 +387,14 @@ class Config(Section):
         rollout, train = self.rollout, self.train
         if rollout.prompts_per_step % world_size:
             raise ConfigError(
-                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of the number of ranks ({world_size})"
+                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of the number of ranks "
+                f"({world_size})"
             )
         if self.episodes_per_step % (train.minibatches_per_batch * world_size):
             raise ConfigError(
-                f"{self.episodes_per_step} episodes a step (rollout.prompts_per_step x samples_per_prompt) do not split into "
-                f"{train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on {world_size} rank(s)"
+                f"{self.episodes_per_step} episodes a step (rollout.prompts_per_step x samples_per_prompt) do not "
+                f"split into {train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on "
+                f"{world_size} rank(s)"
             )
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
         if train.tokens_per_microbatch < longest:
@@ -398,14 +416,18 @@ class Config(Section):
     def arithmetic(self, world_size: int) -> str:
         """The batch vocabulary of this run, as a person would check it."""
         r, t = self.rollout, self.train
+        ranks = f"on {world_size} rank{'s' if world_size > 1 else ''}: {self.episodes_per_step // world_size} each"
         minibatch = self.episodes_per_step // t.minibatches_per_batch
-        return (
-            f"step     {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = {self.episodes_per_step} episodes"
-            f" (on {world_size} rank{'s' if world_size > 1 else ''}: {self.episodes_per_step // world_size} each)\n"
-            f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} episodes"
-            f" = {t.epochs_per_batch * t.minibatches_per_batch} optimizer steps;"
-            f" microbatches of up to {t.tokens_per_microbatch} tokens a rank\n"
-            f"run      {t.steps} steps = {t.steps * self.episodes_per_step} episodes, {self.optimizer_steps} optimizer steps"
+        updates = t.epochs_per_batch * t.minibatches_per_batch
+        return "\n".join(
+            [
+                f"step     {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = "
+                f"{self.episodes_per_step} episodes ({ranks})",
+                f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} episodes "
+                f"= {updates} optimizer steps; microbatches of up to {t.tokens_per_microbatch} tokens a rank",
+                f"run      {t.steps} steps = {t.steps * self.episodes_per_step} episodes, "
+                f"{self.optimizer_steps} optimizer steps",
+            ]
         )
 
 

@@ -108,7 +108,7 @@ def _read(path: str, split: str) -> Iterator[dict[str, Any]]:
             import datasets
         except ImportError:
             raise ConfigError(
-                f"'{path}' is neither a .jsonl nor a .parquet file; for a Hugging Face data set run: pip install datasets"
+                f"'{path}' is neither a .jsonl nor a .parquet file; a Hugging Face data set needs: pip install datasets"
             ) from None
         yield from datasets.load_dataset(path, split=split)
 
@@ -121,22 +121,28 @@ def _encode(
     notes: list[str],
     limit: int | None = None,
 ) -> list[Prompt]:
-    prompts, too_long, column = [], 0, config.data.prompt_column
+    prompts: list[Prompt] = []
+    too_long, column = 0, config.data.prompt_column
     for number, row in enumerate(rows):
         if limit is not None and len(prompts) == limit:
             break
         if column not in row:
-            raise ConfigError(f"{kind} row {number} has no column '{column}' (data.prompt_column); it has {', '.join(row)}")
+            raise ConfigError(
+                f"{kind} row {number} has no column '{column}' (data.prompt_column); it has {', '.join(row)}"
+            )
         ids = encode_prompt(row[column], tokenizer, config.data.chat_template)
         if not ids:
-            raise ConfigError(f"{kind} row {number}: the prompt {row[column]!r} encodes to no token with this tokenizer")
+            raise ConfigError(
+                f"{kind} row {number}: the prompt {row[column]!r} encodes to no token with this tokenizer"
+            )
         if len(ids) > config.rollout.max_prompt_tokens:
             too_long += 1
             continue
-        prompts.append(Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True), row))
+        prompts.append(Prompt(ids, str(tokenizer.decode(ids, skip_special_tokens=True)), row))
     if too_long:
         notes.append(
-            f"{too_long} {kind} prompts longer than rollout.max_prompt_tokens ({config.rollout.max_prompt_tokens}) were dropped"
+            f"{too_long} {kind} prompts were dropped: longer than rollout.max_prompt_tokens "
+            f"({config.rollout.max_prompt_tokens})"
         )
     return prompts
 
@@ -157,4 +163,6 @@ def encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template
             raise ConfigError("chat messages need a tokenizer with a chat template; this one has none")
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    raise ConfigError(f"a prompt must be a string, chat messages or token ids, not {type(prompt).__name__}: {prompt!r:.80}")
+    raise ConfigError(
+        f"a prompt must be a string, chat messages or token ids, not {type(prompt).__name__}: {prompt!r:.80}"
+    )

@@ -69,7 +69,7 @@ def joined(device_type: str, timeout_minutes: float) -> Iterator[World]:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else None)
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device_type == "cuda" else "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -33,7 +33,7 @@ def device_type(config: Config) -> str:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the whole run: the launcher's under torchrun, else ``launch.ranks``, else one a GPU or one CPU process."""
+    """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU or one on a CPU."""
     if is_rank():
         return int(os.environ["WORLD_SIZE"])
     gpus = visible_gpus() if device_type(config) == "cuda" else 0

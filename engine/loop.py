@@ -21,7 +21,11 @@ def train(config: Config, config_file: str | None) -> None:
                 rewards.score(samples, run.reward_function, config)
             with run.phase("old"):
                 behaviour = experience.behaviour_logprobs(samples)
-                old = run.trainer.logprobs(run.trainer.policy, samples) if experience.recomputes_old(config) else behaviour
+                old = (
+                    run.trainer.logprobs(run.trainer.policy, samples)
+                    if experience.recomputes_old(config)
+                    else behaviour
+                )
             with run.phase("ref"):
                 reference = run.trainer.reference
                 ref = run.trainer.logprobs(reference, samples) if reference else None

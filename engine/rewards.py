@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engine.config import Config, ConfigError
 from engine.sample import Sample

@@ -53,7 +53,7 @@ def sample(
     for one, response in zip(samples, generator.generate(requests, sampling), strict=True):
         one.response_ids, one.behaviour_logprobs = response.token_ids, response.logprobs
         one.finish_reason, one.policy_version = response.finish_reason, generator.version
-        one.response_text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        one.response_text = str(tokenizer.decode(response.token_ids, skip_special_tokens=True))
     return samples
 
 

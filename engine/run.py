@@ -59,20 +59,30 @@ def _check_run_folder(config: Config, world_size: int) -> None:
         return
     checkpoint = state.newest(Path(config.resume))
     if checkpoint is None:
-        raise ConfigError(f"resume: {config.resume} has no checkpoint (it writes one every save.every_steps); start anew")
+        raise ConfigError(
+            f"resume: {config.resume} has no checkpoint (it writes one every save.every_steps); start anew"
+        )
     saved = state.read(checkpoint)
     if saved.world_size != world_size:
-        raise ConfigError(f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks")
+        raise ConfigError(
+            f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks"
+        )
     if saved.step >= config.train.steps:
-        raise ConfigError(f"resume: {checkpoint} has all of train.steps ({config.train.steps}); give more, --train.steps N")
+        raise ConfigError(
+            f"resume: {checkpoint} has all of train.steps ({config.train.steps}); give more, --train.steps N"
+        )
 
 
 def _check_packages(config: Config) -> None:
     """What this run needs and the package imports without."""
-    needed = {"deepspeed": "training"} | ({"vllm": "generation.backend vllm"} if config.generation.backend == "vllm" else {})
+    needed = {"deepspeed": "training"} | (
+        {"vllm": "generation.backend vllm"} if config.generation.backend == "vllm" else {}
+    )
     for package, purpose in needed.items():
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is missing, {purpose} needs it: run make setup, or pip install .[gpu]")
+            raise ConfigError(
+                f"the package {package} is missing, {purpose} needs it: run make setup, or pip install .[gpu]"
+            )
     try:
         importlib.metadata.distribution("kernels")
     except importlib.metadata.PackageNotFoundError:

@@ -149,7 +149,14 @@ class Session:
         with self.phase("eval"):
             mine = self._held_out[self.world.rank :: self.world.size]
             samples = rollout.sample(
-                mine, self.generator, self.tokenizer, self._sampling(0.0), samples_per_prompt=1, first_group=0, seed=0, step=0
+                mine,
+                self.generator,
+                self.tokenizer,
+                self._sampling(0.0),
+                samples_per_prompt=1,
+                first_group=0,
+                seed=0,
+                step=0,
             )
             rewards.score(samples, self.reward_function, config)
         raw = torch.tensor([sample.reward_parts["score"] for sample in samples], dtype=torch.float64)
@@ -159,7 +166,9 @@ class Session:
         self._metric, self._binary_scores = total / count, binary == count
         if current.step == 0:
             current.metric_before = self._metric
-        current.best_metric = max(self._metric, current.best_metric if current.best_metric is not None else self._metric)
+        current.best_metric = max(
+            self._metric, current.best_metric if current.best_metric is not None else self._metric
+        )
         if self._recorder:
             name = "eval/accuracy" if self._binary_scores else "eval/reward"
             self._recorder.evaluation(current.step, {name: self._metric})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OnlineTrainerState:
-    """Everything besides weights, optimizer and random generators; all other randomness follows from the seed and ``step``."""
+    """All but weights, optimizers and random generators; sampling and order follow from the seed and ``step``."""
 
     step: int = 0
     """Rollout batches trained on."""
@@ -54,7 +54,7 @@ def read(checkpoint: Path) -> OnlineTrainerState:
 def save(run_dir: Path, state: OnlineTrainerState, trainer: Trainer, world: World, keep: int) -> Path:
     """Writes ``checkpoints/step-NNNNNN`` and removes all but the newest ``keep + 1``. Collective.
 
-    The folder gets its name only when every rank has written its part, so a kill at any moment leaves the last one good.
+    The folder gets its name only when every rank has written its part: a kill at any moment leaves the last one good.
     """
     import torch
 
@@ -98,7 +98,11 @@ def _random_state() -> dict[str, object]:
     import numpy as np
     import torch
 
-    state: dict[str, object] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, object] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

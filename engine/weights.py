@@ -36,7 +36,7 @@ def _whole(bucket: list[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, 
 
 
 def export(engine: DeepSpeedEngine, folder: str, write: bool) -> None:
-    """Saves ``engine.module.model`` as a Hugging Face folder. Collective: every rank gathers, ``write`` says who saves."""
+    """Saves ``engine.module.model`` as a Hugging Face folder; every rank gathers, ``write`` says who saves."""
     state = {name: tensor.clone().cpu() for name, tensor in full_weights(engine) if write}
     if write:
         engine.module.model.save_pretrained(folder, state_dict=state)

@@ -122,5 +122,5 @@ class Generator(ABC):
     @abstractmethod
     def _start(self) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a sampler may have nothing to release
         """Releases what the process would not release by itself; before the process group ends."""

@@ -18,7 +18,8 @@ class HFGenerator(Generator):
 
     def __init__(self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_batch: int) -> None:
         super().__init__()
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        self._model = model.to(device).eval()
         self._model.requires_grad_(False)
         self._device, self._max_batch = device, max_batch
 
@@ -57,7 +58,9 @@ class HFGenerator(Generator):
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
         if own:
-            raise RuntimeError(f"the hand-over left {len(own)} tensors of the sampler as they were: {', '.join(list(own)[:4])}")
+            raise RuntimeError(
+                f"the hand-over left {len(own)} tensors of the sampler as they were: {', '.join(list(own)[:4])}"
+            )
 
     def _sleep(self) -> None:
         """The model is small where this sampler serves; it stays in memory."""
@@ -69,10 +72,10 @@ class HFGenerator(Generator):
 
 
 class _Choose(LogitsProcessor):
-    """Draws each row's token by inverting its distribution at the row's own uniform number, and notes its log-probability.
+    """Draws each row's token by inverting its distribution at the row's own uniform number.
 
-    ``generate`` then takes the one token left with a finite score. A row's numbers come from its request's seed alone,
-    so a response does not depend on what else is in the batch.
+    Its log-probability is noted, and ``generate`` takes the one token left with a finite score. A row's numbers come
+    from its request's seed alone, so a response does not depend on what else is in the batch.
     """
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:

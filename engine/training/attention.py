@@ -48,7 +48,7 @@ def packed_sdpa(
         raise NotImplementedError("packed_sdpa computes no soft-capped attention logits (this model wants them)")
     if sliding_window is not None and packed.longest > sliding_window:
         raise NotImplementedError(
-            f"packed_sdpa has no sliding window: sequences of {packed.longest} tokens exceed the model's {sliding_window}"
+            f"packed_sdpa has no sliding window: {packed.longest} tokens exceed the model's {sliding_window}"
         )
     sequences = len(packed.cu_seqlens) - 1
     q, k, v = (_spread(states[0].transpose(0, 1), packed, sequences) for states in (query, key, value))

@@ -30,7 +30,9 @@ class FusedHead(nn.Linear):
         fused.weight, fused.bias, fused.softcap = head.weight, head.bias, softcap
         return fused
 
-    def forward(self, hidden: Tensor, targets: Tensor, loss: dict[str, Any] | None = None, **options: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor, loss: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
         """``kernels.linear_policy_loss`` with the arguments in ``loss``, or without them ``kernels.linear_logprob``."""
         options.update(bias=self.bias, softcap=self.softcap)
         if loss is None:
@@ -64,18 +66,18 @@ class Policy(nn.Module):
 class Value(nn.Module):
     """A scalar estimate at every state: a sequence classifier with one label, read at every token."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Estimates before each response token, [R] fp32, and after the last one, [S] fp32."""
         hidden = _hidden(self.model, batch)
-        values = self.model.score(hidden[torch.cat([batch.rows, batch.last])])[:, 0].float()
+        values: Tensor = self.model.score(hidden[torch.cat([batch.rows, batch.last])])[:, 0].float()
         return values.split([len(batch.rows), len(batch.last)])
 
 
-def _hidden(model: PreTrainedModel, batch: Microbatch) -> Tensor:
+def _hidden(model: Any, batch: Microbatch) -> Tensor:
     """[N, H] last hidden states of a packed row."""
     return model.base_model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.layout
@@ -107,7 +109,11 @@ def _load(kind: Any, path: str, allow_missing: tuple[str, ...] | None = None, **
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{path}' cannot be loaded as {kind.__name__}: {str(error).splitlines()[0]}") from error
     missing = sorted(info["missing_keys"])
-    if unexpected := [name for name in missing if not name.startswith(allow_missing or ())] if allow_missing else missing:
+    if (
+        unexpected := [name for name in missing if not name.startswith(allow_missing or ())]
+        if allow_missing
+        else missing
+    ):
         raise ConfigError(f"'{path}' lacks weights of {kind.__name__}: {', '.join(unexpected[:4])}")
     return model if allow_missing is None else (model, missing)
 
@@ -117,7 +123,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrained
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

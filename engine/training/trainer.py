@@ -51,16 +51,25 @@ class Trainer:
     """The trained models under DeepSpeed and what can be asked of them. Every method is collective."""
 
     def __init__(
-        self, config: Config, world: World, *, policy: models.Policy, reference: models.Policy | None, value: models.Value | None
+        self,
+        config: Config,
+        world: World,
+        *,
+        policy: models.Policy,
+        reference: models.Policy | None,
+        value: models.Value | None,
     ) -> None:
         self.config, self.world = config, world
         steps = config.optimizer_steps
         value_rate = config.ppo.value_learning_rate
         self.policy = zero.build(policy, config, learning_rate=config.train.learning_rate, total_steps=steps)
-        self.value = value and zero.build(
-            value, config, learning_rate=config.train.learning_rate if value_rate is None else value_rate, total_steps=steps
+        self.value: DeepSpeedEngine | None = value and zero.build(
+            value,
+            config,
+            learning_rate=config.train.learning_rate if value_rate is None else value_rate,
+            total_steps=steps,
         )
-        self.reference = reference and zero.prepare_deepspeed(reference, config)
+        self.reference: DeepSpeedEngine | None = reference and zero.prepare_deepspeed(reference, config)
         self._head_options = {
             "temperature": config.generation.temperature,
             "workspace_gib": config.train.workspace_gib,
@@ -115,8 +124,9 @@ class Trainer:
 
         Args:
             samples: this rank's samples.
-            tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the sampler's
-                weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values`` with a value model.
+            tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the
+                sampler's weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values``
+                with a value model.
             objective: the algorithm's advantages, returns and loss.
             order_seed: fixes the minibatches.
             train_policy: False trains the value model alone.
@@ -140,9 +150,7 @@ class Trainer:
             random.Random(f"{order_seed}/{epoch}/{self.world.rank}").shuffle(order)
             size = len(samples) // train.minibatches_per_batch
             for start in range(0, len(samples), size):
-                batches = microbatches(
-                    samples, order[start : start + size], train.tokens_per_microbatch, self.world
-                )
+                batches = microbatches(samples, order[start : start + size], train.tokens_per_microbatch, self.world)
                 weights = self._normalised(batches, objective.normalise)
                 gap, losses = Averages(self.world), []
                 for batch, weight in zip(batches, weights, strict=True):
@@ -225,8 +233,9 @@ class Trainer:
         mean, limit = gap.means()["mean"], self.config.generation.max_logprob_gap
         if not mean <= limit:
             raise WeightsDisagreeError(
-                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} nats a token on average, more than "
-                f"generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute too differently"
+                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} nats a token on average, "
+                f"more than generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute "
+                "too differently"
             )
         return mean
 

@@ -8,24 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.system.helpers import ROOT, run_engine
+from tests.system.helpers import ROOT, run_engine, steps
 
 pytestmark = pytest.mark.gpu
 
-
-def metrics(run: Path) -> list[dict]:
-    return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "time/step" in row]
+QUICK = ROOT / "configs" / "quickstart.yaml"
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])
 def test_embedded_task_learns_with_cuda(algo: str, tmp_path: Path) -> None:
-    result = run_engine("--algo", algo, "--config", str(ROOT / "configs" / "quickstart.yaml"), "--train.steps", "60",
-                        "--launch.ranks", "1", "--output_dir", str(tmp_path), "--name", "r", timeout=280, threads=None)  # fmt: skip
+    arguments = f"--algo {algo} --config {QUICK} --train.steps 60 --launch.ranks 1 --output_dir {tmp_path} --name r"
+    result = run_engine(arguments, threads=None)
     assert "device cuda" in result.stdout
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     print(json.dumps(summary))
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
-    assert all(row["weights/logprob_gap_mean"] < 1e-3 for row in metrics(tmp_path / "r"))
+    assert all(row["weights/logprob_gap_mean"] < 1e-3 for row in steps(tmp_path / "r"))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +34,18 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("qwen")
     config = Qwen2Config(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -56,13 +63,15 @@ def test_qwen_half_billion_shape(algo: str, qwen: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def odd(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
     )
-    run_engine("--algo", algo, "--model.path", qwen, "--model.dtype", "bfloat16", "--model.gradient_checkpointing", "true",
-               "--data.path", str(tmp_path / "prompts.jsonl"), "--reward.function", f"{tmp_path}/mine.py:odd",
-               "--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_prompt_tokens", "64",
-               "--rollout.max_response_tokens", "64", "--train.steps", "3", "--train.zero_stage", "1",
-               "--train.tokens_per_microbatch", "2048", "--launch.ranks", "1", "--output_dir", str(tmp_path), "--name", "q",
-               timeout=280, threads=None)  # fmt: skip
-    steps = metrics(tmp_path / "q")
-    print(json.dumps(steps[-1]))
-    assert len(steps) == 3 and all(row["policy/grad_norm"] > 0 for row in steps)
-    assert all(row["weights/logprob_gap_mean"] < 0.05 for row in steps)
+    run_engine(
+        f"--algo {algo} --model.path {qwen} --model.dtype bfloat16 --model.gradient_checkpointing true "
+        f"--data.path {tmp_path}/prompts.jsonl --reward.function {tmp_path}/mine.py:odd --train.zero_stage 1 "
+        "--rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --rollout.max_prompt_tokens 64 --train.steps 3 "
+        "--rollout.max_response_tokens 64 --train.tokens_per_microbatch 2048 --launch.ranks 1 "
+        f"--output_dir {tmp_path} --name q",
+        threads=None,
+    )
+    rows = steps(tmp_path / "q")
+    print(json.dumps(rows[-1]))
+    assert len(rows) == 3 and all(row["policy/grad_norm"] > 0 for row in rows)
+    assert all(row["weights/logprob_gap_mean"] < 0.05 for row in rows)

@@ -26,23 +26,33 @@ def batch(seed: int = 0) -> list[Sample]:
         length = rng.randint(1, 6)
         samples.append(
             Sample(
-                index=i, group_id=i // 2, prompt_ids=[1] + [rng.randint(3, 14) for _ in range(rng.randint(2, 6))],
-                response_ids=[rng.randint(0, 14) for _ in range(length)], reward=rng.random(),
+                index=i,
+                group_id=i // 2,
+                prompt_ids=[1] + [rng.randint(3, 14) for _ in range(rng.randint(2, 6))],
+                response_ids=[rng.randint(0, 14) for _ in range(length)],
+                reward=rng.random(),
                 behaviour_logprobs=np.array([-2 - rng.random() for _ in range(length)], np.float32),
                 finish_reason=rng.choice(["stop", "length"]),
             )
-        )  # fmt: skip
+        )
     return samples
 
 
 def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
-    config = Config.model_validate({
-        "algo": algo,
-        "train": {"zero_stage": zero_stage, "tokens_per_microbatch": budget, "max_grad_norm": 0.0, "learning_rate": 1e-3,
-                  "steps": 1},
-        "generation": {"max_logprob_gap": 100.0, "temperature": 0.7},
-        "ppo": {"value_coef": 1.0},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "algo": algo,
+            "train": {
+                "zero_stage": zero_stage,
+                "tokens_per_microbatch": budget,
+                "max_grad_norm": 0.0,
+                "learning_rate": 1e-3,
+                "steps": 1,
+            },
+            "generation": {"max_logprob_gap": 100.0, "temperature": 0.7},
+            "ppo": {"value_coef": 1.0},
+        }
+    )
     with distributed.joined("cpu", 5) as world:
         torch.manual_seed(0)
         value = models.load_value(model)[0] if algo == "ppo" else None
@@ -58,7 +68,9 @@ def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
             for name, engine in trainer.engines.items():
                 parameters = list(engine.module.parameters())
                 engine.optimizer.register_step_pre_hook(
-                    lambda *_, name=name, parameters=parameters: captured.update({name: [p.grad.clone() for p in parameters]})
+                    lambda *_, name=name, parameters=parameters: captured.update(
+                        {name: [p.grad.clone() for p in parameters]}
+                    )
                 )
         old = trainer.logprobs(trainer.policy, samples) + torch.tensor(0.05)
         ref = trainer.logprobs(trainer.reference, samples) - torch.tensor(0.1)

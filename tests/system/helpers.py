@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,13 +18,23 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                           "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    shared = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     processes = [
-        subprocess.Popen([sys.executable, *arguments], env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         for r in range(ranks)
-    ]  # fmt: skip
+    ]
     outputs = []
     try:
         for process in processes:
@@ -36,12 +48,22 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
 
 
 def run_engine(
-    *arguments: str, ok: bool = True, timeout: float = 280, threads: int | None = 1
+    arguments: str, ok: bool = True, timeout: float = 280, threads: int | None = 1
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m engine.run`` as a person would, by default with one thread a process."""
+    """Runs ``python -m engine.run`` with shell-like arguments, by default with one thread a process."""
     result = subprocess.run(
-        [sys.executable, "-m", "engine.run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        [sys.executable, "-m", "engine.run", *shlex.split(arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
         env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
-    )  # fmt: skip
+    )
     assert (result.returncode == 0) == ok, result.stdout[-3000:] + result.stderr[-6000:]
     return result
+
+
+def steps(run: Path) -> list[dict]:
+    """The training steps recorded in a run folder's metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "time/step" in row]

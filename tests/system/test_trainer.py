@@ -98,12 +98,16 @@ def test_value_model_reads_the_right_positions(tiny_model: str, world: World) ->
         start = 0
         for place, i in enumerate(micro.indices):
             one = samples[i]
-            hidden = AutoModelForCausalLM.from_pretrained(tiny_model).model(
-                torch.tensor([one.prompt_ids + one.response_ids])
-            ).last_hidden_state[0]
+            hidden = (
+                AutoModelForCausalLM.from_pretrained(tiny_model)
+                .model(torch.tensor([one.prompt_ids + one.response_ids]))
+                .last_hidden_state[0]
+            )
             every = value.model.score(hidden)[:, 0]
             length = len(one.response_ids)
-            torch.testing.assert_close(rows[start : start + length], every[len(one.prompt_ids) - 1 : -1], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                rows[start : start + length], every[len(one.prompt_ids) - 1 : -1], rtol=0, atol=1e-4
+            )
             torch.testing.assert_close(ends[place], every[-1], rtol=0, atol=1e-4)
             start += length
 
@@ -111,9 +115,11 @@ def test_value_model_reads_the_right_positions(tiny_model: str, world: World) ->
 def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: World) -> None:
     """Through several epochs and minibatches at temperature 0.6: no dropout, no packing and no temperature differ."""
     got = trainer(
-        tiny_model, world, generation={"temperature": 0.6, "max_logprob_gap": 100.0},
+        tiny_model,
+        world,
+        generation={"temperature": 0.6, "max_logprob_gap": 100.0},
         train={"learning_rate": 0.0, "epochs_per_batch": 2, "minibatches_per_batch": 4},
-    )  # fmt: skip
+    )
     samples = gradients.batch()
     old = got.logprobs(got.policy, samples)
     rollout = experience.rollout(samples, old, None, None, None)

@@ -62,7 +62,7 @@ def test_leave_one_out_of_uneven_groups() -> None:
 
 
 def test_ppo_reward_lands_on_the_last_response_token() -> None:
-    """With end of sequence, without, of length one, at full length: the score is at cu_seqlens - 1, KL at every token."""
+    """With end of sequence, without, of length one: the score is at cu_seqlens - 1, KL at every token."""
     batch = rollout()
     rewards = ppo.token_rewards(batch, kl_coef=0.1)
     expected = -0.1 * (batch.old_logprobs - batch.ref_logprobs)  # type: ignore[operator]
@@ -97,12 +97,12 @@ def test_whitening_is_over_all_ranks() -> None:
     torch.testing.assert_close(ppo.whiten(whole, alone), expected)
 
     sums: list[Tensor] = []
-    for stage in range(2):  # what both ranks send in each reduction
+    for _ in range(2):  # what both ranks send in each reduction
         stage_sums: list[Tensor] = []
         for part in parts:
             calls = iter(sums)
 
-            def reduce(x: Tensor, calls=calls, stage_sums=stage_sums) -> Tensor:  # noqa: ANN001
+            def reduce(x: Tensor, calls=calls, stage_sums=stage_sums) -> Tensor:
                 known = next(calls, None)
                 if known is None:
                     stage_sums.append(x)
@@ -118,7 +118,9 @@ def test_whitening_is_over_all_ranks() -> None:
 
 
 def test_value_loss_takes_the_larger_error() -> None:
-    loss, clipped = ppo.value_loss(torch.tensor([1.0, 0.5, 0.1]), torch.zeros(3), torch.tensor([1.0, 0.0, 0.3]), clip=0.2)
+    loss, clipped = ppo.value_loss(
+        torch.tensor([1.0, 0.5, 0.1]), torch.zeros(3), torch.tensor([1.0, 0.0, 0.3]), clip=0.2
+    )
     # new 1.0 is right but far from old 0: the clipped 0.2 errs by 0.8; 0.5 errs more than its clipped 0.2; 0.1 is near
     assert loss.tolist() == pytest.approx([0.5 * 0.64, 0.5 * 0.25, 0.5 * 0.04])
     assert clipped.tolist() == [True, False, False]

@@ -35,8 +35,10 @@ BAD = {
     "truncated sampling": (["--generation.top_p", "0.9"], "generation.top_p"),
     "one sample for rloo": (["--algo", "rloo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
     "two prompt sources": (["--data.path", "x.jsonl"], "data.task and data.path"),
-    "missing prompts": (["--data.task", "null", "--data.path", "./nowhere.jsonl", "--model.path", "x",
-                         "--reward.function", "m:f"], "./nowhere.jsonl"),
+    "missing prompts": (
+        ["--data.task", "null", "--data.path", "./nowhere.jsonl", "--model.path", "x", "--reward.function", "m:f"],
+        "./nowhere.jsonl",
+    ),
     "missing model": (["--model.path", "./nowhere"], "model.path: there is no './nowhere'"),
     "two penalties": (["--rollout.missing_eos_penalty", "1", "--rollout.missing_eos_reward", "0"], "missing_eos"),
     "adaptive KL from zero": (["--kl.coef", "0", "--kl.target", "6"], "kl.target"),
@@ -44,7 +46,7 @@ BAD = {
     "reward function": (["--reward.function", "nofunction"], "reward.function"),
     "tensor parallel with hf": (["--generation.tensor_parallel", "2"], "generation.tensor_parallel"),
     "resume without run": (["--resume", "./nowhere"], "./nowhere"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("arguments,needle", BAD.values(), ids=BAD.keys())
@@ -59,14 +61,17 @@ def test_bad_configurations_are_one_named_line(arguments: list[str], needle: str
     assert seconds < 1.0, f"took {seconds:.2f} s"
 
 
-@pytest.mark.parametrize("text,needle", [
-    ("train: [1, 2]", "train"),
-    ("train: {stepz: 3}", "train.steps"),
-    ("train: {steps: true}", "train.steps = True"),
-    ("rollout: {missing_eos_penalty: yes}", "rollout.missing_eos_penalty"),
-    ("- a list", "must be a mapping"),
-    ("train: {steps: 3", "not YAML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,needle",
+    [
+        ("train: [1, 2]", "train"),
+        ("train: {stepz: 3}", "train.steps"),
+        ("train: {steps: true}", "train.steps = True"),
+        ("rollout: {missing_eos_penalty: yes}", "rollout.missing_eos_penalty"),
+        ("- a list", "must be a mapping"),
+        ("train: {steps: 3", "not YAML"),
+    ],
+)
 def test_bad_files(tmp_path: Path, text: str, needle: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=needle):
@@ -79,7 +84,12 @@ def test_file_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "env: {TANDEM_TEST_ENV: 3}\nalgo: rloo\ndata: {task: addition}\ntrain: {steps: 7, learning_rate: 1e-5}\n"
     )
     config, _ = cli.parse(["--config", str(tmp_path / "run.yaml"), "--train.steps", "9", "--train.zero_stage", "2"])
-    assert (config.algo, config.train.steps, config.train.learning_rate, config.train.zero_stage) == ("rloo", 9, 1e-5, 2)
+    assert (config.algo, config.train.steps, config.train.learning_rate, config.train.zero_stage) == (
+        "rloo",
+        9,
+        1e-5,
+        2,
+    )
     import os
 
     assert os.environ["TANDEM_TEST_ENV"] == "3"
@@ -105,6 +115,9 @@ def test_quickstart_is_the_default() -> None:
 
 
 def test_parsing_imports_nothing_heavy() -> None:
-    code = "import sys, engine.cli, engine.launch, engine.run; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    code = (
+        "import sys, engine.cli, engine.launch, engine.run;"
+        "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -50,7 +50,9 @@ def test_files(tmp_path: Path) -> None:
     assert [p.ids for p in loaded] == [[1, 4, 13, 5, 14], [1, 4, 5]] and held_out == []
     assert loaded[0].columns["answer"] == "3"
     pq.write_table(pa.table({"prompt": ["1+2="], "answer": ["3"]}), tmp_path / "p.parquet")
-    again = Config.model_validate({"data": {"path": str(tmp_path / "p.parquet"), "eval_path": str(tmp_path / "p.parquet")}})
+    again = Config.model_validate(
+        {"data": {"path": str(tmp_path / "p.parquet"), "eval_path": str(tmp_path / "p.parquet")}}
+    )
     loaded, held_out, _ = data.load(again, addition.tokenizer())
     assert loaded[0].ids == held_out[0].ids == [1, 4, 13, 5, 14]
 
@@ -61,12 +63,15 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert len(loaded) == 1 and len(notes) == 1 and notes[0].startswith("1 training")
 
 
-@pytest.mark.parametrize("rows,needle", [
-    ([{"question": "1+2="}], "no column 'prompt'"),
-    ([{"prompt": []}], "encodes to no token"),
-    ([{"prompt": 3}], "must be a string"),
-    ([{"prompt": [{"role": "user", "content": "1"}]}], "chat template"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows,needle",
+    [
+        ([{"question": "1+2="}], "no column 'prompt'"),
+        ([{"prompt": []}], "encodes to no token"),
+        ([{"prompt": 3}], "must be a string"),
+        ([{"prompt": [{"role": "user", "content": "1"}]}], "chat template"),
+    ],
+)
 def test_unusable_prompts_are_named(tmp_path: Path, rows: list[dict], needle: str) -> None:
     with pytest.raises(ConfigError, match=needle):
         data.load(config(tmp_path, rows), addition.tokenizer())

@@ -15,11 +15,11 @@ class Recorder(Generator):
         super().__init__()
         self.ran: list[str] = []
 
-    def _generate(self, requests, sampling):  # noqa: ANN001, ANN202
+    def _generate(self, requests, sampling):
         self.ran.append("generate")
         return [Response([2], [0.0], "stop") for _ in requests]
 
-    def _load_weights(self, weights) -> None:  # noqa: ANN001
+    def _load_weights(self, weights) -> None:
         self.ran.append("load")
 
     def _sleep(self) -> None:

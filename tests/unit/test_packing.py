@@ -29,10 +29,14 @@ def samples(seed: int, count: int = 20) -> list[Sample]:
     """Random lengths and tokens; token 0 is everywhere, so a mask from its value would show."""
     rng = random.Random(seed)
     return [
-        Sample(index=i, group_id=i, prompt_ids=[rng.choice([0, 1, 2]) for _ in range(rng.randint(1, 9))],
-               response_ids=[rng.choice([0, 1, 2]) for _ in range(rng.randint(1, 9))])
+        Sample(
+            index=i,
+            group_id=i,
+            prompt_ids=[rng.choice([0, 1, 2]) for _ in range(rng.randint(1, 9))],
+            response_ids=[rng.choice([0, 1, 2]) for _ in range(rng.randint(1, 9))],
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))

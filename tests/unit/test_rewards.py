@@ -11,10 +11,18 @@ from engine.sample import Sample
 
 def samples(reasons: str) -> list[Sample]:
     return [
-        Sample(index=i, group_id=i, prompt_ids=[1], response_ids=[2], finish_reason="length" if r == "L" else "stop",
-               prompt_text=f"p{i}", response_text=f"r{i}", columns={"prompt": f"p{i}", "answer": str(i)})
+        Sample(
+            index=i,
+            group_id=i,
+            prompt_ids=[1],
+            response_ids=[2],
+            finish_reason="length" if r == "L" else "stop",
+            prompt_text=f"p{i}",
+            response_text=f"r{i}",
+            columns={"prompt": f"p{i}", "answer": str(i)},
+        )
         for i, r in enumerate(reasons)
-    ]  # fmt: skip
+    ]
 
 
 def test_function_gets_texts_ids_and_columns() -> None:
@@ -26,16 +34,24 @@ def test_function_gets_texts_ids_and_columns() -> None:
 
     batch = samples("SS")
     rewards.score(batch, function, Config())
-    assert got == {"prompts": ["p0", "p1"], "completions": ["r0", "r1"], "completion_ids": [[2], [2]], "answer": ["0", "1"]}
+    assert got == {
+        "prompts": ["p0", "p1"],
+        "completions": ["r0", "r1"],
+        "completion_ids": [[2], [2]],
+        "answer": ["0", "1"],
+    }
     assert [s.reward for s in batch] == [0.5, 1.0] and batch[0].reward_parts == {"score": 0.5}
 
 
-@pytest.mark.parametrize("rollout,clip,expected", [
-    ({}, None, [3.0, 3.0]),
-    ({"missing_eos_penalty": 1.5}, None, [3.0, 1.5]),
-    ({"missing_eos_reward": -1.0}, None, [3.0, -1.0]),
-    ({"missing_eos_penalty": 1.5}, 2.0, [2.0, 0.5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rollout,clip,expected",
+    [
+        ({}, None, [3.0, 3.0]),
+        ({"missing_eos_penalty": 1.5}, None, [3.0, 1.5]),
+        ({"missing_eos_reward": -1.0}, None, [3.0, -1.0]),
+        ({"missing_eos_penalty": 1.5}, 2.0, [2.0, 0.5]),
+    ],
+)
 def test_truncated_responses_and_clipping(rollout: dict, clip: float | None, expected: list[float]) -> None:
     batch = samples("SL")
     config = Config.model_validate({"rollout": rollout, "reward": {"clip": clip}})
@@ -43,7 +59,9 @@ def test_truncated_responses_and_clipping(rollout: dict, clip: float | None, exp
     assert [s.reward for s in batch] == expected
 
 
-@pytest.mark.parametrize("scores,needle", [([1.0], "1 scores for 2"), ([1.0, float("nan")], "'p1'"), ([float("inf"), 1.0], "'p0'")])
+@pytest.mark.parametrize(
+    "scores,needle", [([1.0], "1 scores for 2"), ([1.0, float("nan")], "'p1'"), ([float("inf"), 1.0], "'p0'")]
+)
 def test_faulty_scores_are_errors(scores: list[float], needle: str) -> None:
     with pytest.raises(rewards.RewardError, match=needle):
         rewards.score(samples("SS"), lambda **_: scores, Config())
