@@ -15,7 +15,10 @@ else:
         "kernels._cpu",
         [f"csrc/cpu/{name}.cpp" for name in sources],
         depends=["csrc/cpu/kernels.h", "csrc/cpu/vector.h"],
-        extra_compile_args=["-O3", "-Wno-psabi"],  # psabi: vectors are passed only between inlined functions
+        # at::parallel_for is a header: without OpenMP here it compiles to one thread, silently. Vectors are passed
+        # only between inlined functions, so their ABI does not matter.
+        extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
+        extra_link_args=["-fopenmp"],
         optional=True,
     )
     # Ninja's failures would not count as the compiler's, and so stop the installation.

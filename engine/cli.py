@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,9 +103,8 @@ def dump_yaml(config: Config) -> str:
 
 def quickstart() -> Path:
     """The configuration used when none is given: the embedded task on the CPU."""
-    here = Path(__file__).resolve().parent
-    inside, beside = here / "configs" / "quickstart.yaml", here.parent / "configs" / "quickstart.yaml"
-    return inside if inside.is_file() else beside
+    checkout = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+    return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / "quickstart.yaml"
 
 
 def _parser() -> argparse.ArgumentParser:

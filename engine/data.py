@@ -61,6 +61,20 @@ class PromptStream:
         return self._order[1]
 
 
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name, of the class its own files name.
+
+    ``AutoTokenizer`` picks a class by the model's type where it knows one, and a tokenizer of the wrong class encodes
+    every text to nothing; a folder that says its tokenizer is a plain ``tokenizers`` one is believed.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    settings = Path(path) / "tokenizer_config.json"
+    declared = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+
+
 def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Training prompts, held-out prompts, and notes for the person (how many were dropped, and why).
 

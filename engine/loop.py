@@ -11,7 +11,8 @@ def train(config: Config, config_file: str | None) -> None:
     """Trains to ``train.steps``, from the start or from the newest checkpoint of ``config.resume``."""
     with Session.open(config, config_file) as run:
         run.hand_over()
-        run.evaluate(before_training=True)
+        if run.state.step == 0:
+            run.evaluate()
 
         while run.state.step < config.train.steps:
             with run.phase("generate"):

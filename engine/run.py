@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.print_config:
         print(cli.dump_yaml(config), end="")
         return 0
-    if world_size > 1 and not launch.is_rank():
-        return launch.start_ranks(world_size, argv)
     os.environ.setdefault("DS_ACCELERATOR", launch.device_type(config))  # DeepSpeed reads it when imported
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
-    from engine.loop import train  # imports torch
-
     try:
+        if world_size > 1 and not launch.is_rank():
+            return launch.start_ranks(world_size, argv)
+        from engine.loop import train  # imports torch
+
         train(config, options.config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

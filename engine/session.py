@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
@@ -36,7 +35,7 @@ class Session:
 
         self.reward_function = rewards.load(config)
         path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = data.load_tokenizer(path)
         prompts, self._held_out, notes = data.load(config, self.tokenizer)
         for note in notes:
             self.say(note)
@@ -52,7 +51,7 @@ class Session:
         self._prompts.cursor = self.state.cursor
         self._metric: float | None = None
         self._binary_scores = True
-        self._step_started = time.perf_counter()
+        self._clock = self._step_started = time.perf_counter()
 
     @classmethod
     @contextlib.contextmanager
@@ -123,7 +122,7 @@ class Session:
         current.step += 1
         current.episode += config.episodes_per_step
         current.cursor = self._prompts.cursor
-        current.seconds += seconds
+        current.seconds += self._lap()
         current.tokens += tokens
         metrics |= {
             "progress/episode": current.episode,
@@ -136,14 +135,12 @@ class Session:
         self._phases.clear()
         if self._recorder:
             self._recorder.step(current.step, metrics)
-            advantage_free = samples[: config.save.samples_per_step]
-            self._recorder.samples(current.step, [_row(sample) for sample in advantage_free])
+            self._recorder.samples(current.step, [_row(one) for one in samples[: config.save.samples_per_step]])
 
-    def evaluate(self, before_training: bool = False) -> None:
+    def evaluate(self) -> None:
         """Greedy responses to the held-out prompts, if it is time."""
-        config, current = self.config, self.state
-        last = current.step == config.train.steps
-        due = last or before_training or (config.eval.every_steps and current.step % config.eval.every_steps == 0)
+        config, current, every = self.config, self.state, self.config.eval.every_steps
+        due = current.step in (0, config.train.steps) or (every and current.step % every == 0)
         if not self._held_out or not due:
             return
         with self.phase("eval"):
@@ -186,6 +183,7 @@ class Session:
         model_dir = self.run_dir / "model"
         with self.phase("save"):
             weights.export(self.trainer.policy, str(model_dir), write=self.world.main)
+        self.state.seconds += self._lap()
         peak = self.world.max(peak_memory_gib(self.world.device))
         if not self._recorder:
             return
@@ -198,6 +196,11 @@ class Session:
             f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
         ]
         print(closing_lines(result, self.run_dir, go_on))
+
+    def _lap(self) -> float:
+        """Seconds since the last call, or since training began."""
+        last, self._clock = self._clock, time.perf_counter()
+        return self._clock - last
 
     def _sampling(self, temperature: float) -> Sampling:
         return Sampling(self.config.rollout.max_response_tokens, temperature, self._stops)

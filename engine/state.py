@@ -34,7 +34,7 @@ class OnlineTrainerState:
     metric_before: float | None = None
     """The same before training."""
     seconds: float = 0.0
-    """Time spent in steps, by earlier processes too."""
+    """Time spent training, evaluations and checkpoints included, by earlier processes too."""
     tokens: int = 0
     """Prompt and response tokens trained on, over all ranks."""
     world_size: int = 1

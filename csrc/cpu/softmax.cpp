@@ -136,8 +136,8 @@ void dlogits(
   const bool bfloat16 = out.scalar_type() == at::kBFloat16;
   const float *z = logits.data_ptr<float>(), *logprob = statistics[0].data_ptr<float>(),
               *entropy = statistics[1].data_ptr<float>(), *maximum = statistics[2].data_ptr<float>(),
-              *log_total = statistics[3].data_ptr<float>(), *dlogprob = grads[0].data_ptr<float>(), *dentropy = grads[1].data_ptr<float>(),
-              *scale = inverse_temperature.data_ptr<float>();
+              *log_total = statistics[3].data_ptr<float>(), *dlogprob = grads[0].data_ptr<float>(),
+              *dentropy = grads[1].data_ptr<float>(), *scale = inverse_temperature.data_ptr<float>();
   const int64_t *target = targets.data_ptr<int64_t>(), *row = rows.data_ptr<int64_t>();
   at::parallel_for(0, count, std::max<int64_t>(1, at::internal::GRAIN_SIZE / size), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

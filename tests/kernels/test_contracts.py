@@ -38,14 +38,18 @@ def policy(run, problem, rows, **settings):
     return kernels.linear_policy_loss(problem.hidden, problem.weight, problem.targets, **(defaults | settings))
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_no_tensor_of_all_logits(run, tools, gradients):
+def test_no_tensor_of_all_logits(run, tools, gradients, ratio):
     rows, vocabulary, width = 128, 5003, 8
     problem = tools.make_problem(rows, vocabulary, width=width, device=run.device)
     problem = problem.leaves() if gradients else problem
+    bounds = torch.tensor([0, rows], device=run.device)  # a sequence too long for a chunk
     workspace = 0.001  # GiB: 50 rows' logits in fp32 and nothing beside them
     with Record(vocabulary) as record:
-        loss = policy(run, problem, rows, workspace_gib=workspace, entropy_coef=0.1).loss
+        loss = policy(
+            run, problem, rows, workspace_gib=workspace, entropy_coef=0.1, ratio=ratio, cu_seqlens=bounds
+        ).loss
         logprobs = kernels.linear_logprob(
             problem.hidden, problem.weight, problem.targets, backend=run.backend, workspace_gib=workspace
         )
@@ -143,11 +147,16 @@ def test_policy_loss_needs_no_weight_in_backward_and_runs_it_once(run, tools):
 
 
 def test_autocast_does_not_reach_the_products(run, tools):
-    problem = tools.make_problem(32, 127, device=run.device)
-    plain = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+
+    def results():
+        found = policy(run, problem, 32)
+        return [found.logprobs, *torch.autograd.grad(found.loss, problem.inputs)]
+
+    plain = results()
     with torch.autocast(run.device, dtype=torch.bfloat16):
-        cast = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
-    assert torch.equal(plain, cast)
+        cast = results()
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 H, W, Y, T = torch.zeros(4, 8), torch.zeros(16, 8), torch.zeros(4, dtype=torch.int64), torch.zeros(4)

@@ -93,3 +93,12 @@ def test_addition_splits_do_not_overlap() -> None:
     for row in held_out[:200]:
         a, b = row["prompt"].rstrip("=").split("+")
         assert int(a) + int(b) == int(row["answer"])
+
+
+def test_tokenizer_is_of_the_class_its_folder_names(tmp_path: Path) -> None:
+    """Beside a Qwen2 configuration AutoTokenizer takes a byte-pair class, which encodes these prompts to nothing."""
+    from transformers import Qwen2Config
+
+    addition.tokenizer().save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    assert data.load_tokenizer(str(tmp_path)).encode("1+2=") == [1, 4, 13, 5, 14]
