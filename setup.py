@@ -10,6 +10,9 @@ try:
 except ImportError:
     setup()
 else:
+    from pybind11.setup_helpers import ParallelCompile
+
+    ParallelCompile(default=2).install()
     sources = ["binding", "gae", "product", "softmax"]
     cpu = CppExtension(
         "kernels._cpu",
@@ -17,7 +20,7 @@ else:
         depends=["csrc/cpu/kernels.h", "csrc/cpu/vector.h"],
         # at::parallel_for is a header: without OpenMP here it compiles to one thread, silently. Vectors are passed
         # only between inlined functions, so their ABI does not matter.
-        extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
+        extra_compile_args=["-O3", "-g0", "-fopenmp", "-Wno-psabi"],
         extra_link_args=["-fopenmp"],
         optional=True,
     )

@@ -26,6 +26,8 @@ from engine.training.trainer import Trainer
 
 BATCH = 128
 LEARNING_RATE = 2e-3
+WARMUP_STEPS = 20
+ADAM_BETAS = (0.9, 0.99)
 CHECK_EVERY = 10
 STOP_AT = 0.33
 """Held-out accuracy at which the phase ends: enough right answers to learn from, and much left to learn."""
@@ -37,7 +39,7 @@ def starting_checkpoint(config: Config, world: World, say: Callable[[str], None]
 
     It is kept under ``$TANDEM_CACHE`` (default ``~/.cache/tandem``).
     """
-    recipe = f"{BATCH} {LEARNING_RATE} {CHECK_EVERY} {STOP_AT} {addition.model_config().to_json_string()}"
+    recipe = f"{BATCH} {LEARNING_RATE} {WARMUP_STEPS} {ADAM_BETAS} {CHECK_EVERY} {STOP_AT} {addition.model_config().to_json_string()}"
     key = hashlib.sha256(recipe.encode()).hexdigest()[:10]
     cache = Path(os.environ.get("TANDEM_CACHE", "~/.cache/tandem")).expanduser()
     folder = Path(world.broadcast(str(cache / f"addition-{key}-seed{config.seed}")))
@@ -118,6 +120,8 @@ def _supervised(config: Config) -> Config:
     supervised.train = type(config.train)(
         steps=MAX_STEPS,
         learning_rate=LEARNING_RATE,
+        warmup_steps=WARMUP_STEPS,
+        adam_betas=ADAM_BETAS,
         tokens_per_microbatch=BATCH * 16,
         workspace_gib=config.train.workspace_gib,
         kernel_backend=config.train.kernel_backend,

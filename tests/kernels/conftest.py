@@ -1,5 +1,6 @@
 """One suite for every backend: a new one is a name in BACKENDS."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +17,15 @@ BACKENDS = [
     ),
     pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: on a busy machine their threads would mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

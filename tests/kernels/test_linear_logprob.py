@@ -176,6 +176,7 @@ def test_impossible_target_is_minus_infinity(run, tools):
 
 
 def test_repeats_are_bitwise_equal(run, tools):
+    torch.set_num_threads(2)
     problem = tools.make_problem(127, 257, dtype=torch.bfloat16, kind="masked", device=run.device)
     results = [
         tools.logprob_gradients(

@@ -192,6 +192,7 @@ def test_kl_gradient_against_a_bandit(run, estimator):
 
 
 def test_repeats_are_bitwise_equal(run, tools):
+    torch.set_num_threads(2)
     problem = tools.make_problem(ROWS, VOCABULARY, dtype=torch.bfloat16, device=run.device)
     data = policy_data(problem)
     bounds = torch.tensor(BOUNDS, device=run.device)
