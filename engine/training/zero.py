@@ -83,6 +83,7 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,  # DeepSpeed's own default is 1
         "zero_optimization": {"stage": stage, "overlap_comm": False},
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "fp16": {"enabled": config.model.dtype == "float16"},

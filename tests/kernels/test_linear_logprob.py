@@ -66,7 +66,7 @@ def test_gradient_survives_p_near_one(run, tools):
 
     _, eager_flat = errors("flat")
     mine, eager_peaked = errors("peaked")
-    assert min(eager_peaked) > 0.5, "the input is not peaked enough to tell"
+    assert min(eager_peaked) > 10 * max(eager_flat), "the input is not peaked enough to tell"
     assert all(error <= 2 * flat for error, flat in zip(mine, eager_flat, strict=True))
 
 

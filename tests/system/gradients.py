@@ -47,6 +47,7 @@ def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
                 "tokens_per_microbatch": budget,
                 "max_grad_norm": 0.0,
                 "learning_rate": 1e-3,
+                "adam_eps": 0.01,  # a first step near the gradient itself, instead of its sign, which rounding can flip
                 "steps": 1,
             },
             "generation": {"max_logprob_gap": 100.0, "temperature": 0.7},

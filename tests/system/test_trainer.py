@@ -41,7 +41,7 @@ def test_gradients_do_not_depend_on_the_split(tiny_model: str, tmp_path: Path, a
             assert other["metrics"][key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
     for name, tensors in whole["weights"].items():
         start = dict(models.load_policy(tiny_model).model.named_parameters()) if name == "policy" else {}
-        assert all(float((tensors[n] - p).abs().max()) > 0 for n, p in start.items()), "every parameter moves"
+        assert all(float((tensors[n] - p.detach()).abs().max()) > 0 for n, p in start.items()), "every parameter moves"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -126,10 +126,29 @@ def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: Wor
     objective = experience.objective(got.config, rollout, 0.0, world)
     tokens = {"old_logprobs": old, "sampler_logprobs": old}
     metrics = got.update(samples, tokens, objective, order_seed="0")
-    assert metrics["policy/log_ratio_abs"] < 1e-6
-    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["policy/log_ratio_abs"] < 1e-5  # fp32 rounding of differently shaped products
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
     assert metrics["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.25])
+def test_gradient_norm_is_told_before_clipping(tiny_model: str, world: World, limit: float) -> None:
+    """The metric is the norm as computed; the optimizer gets the clipped gradient, or with 0 the whole one."""
+    got = trainer(tiny_model, world, train={"max_grad_norm": limit})
+    parameters = list(got.policy.module.parameters())
+    applied: list[float] = []
+    got.policy.optimizer.register_step_pre_hook(
+        lambda *_: applied.append(float(torch.nn.utils.get_total_norm([p.grad for p in parameters])))
+    )
+    samples = gradients.batch()
+    for one in samples:
+        one.reward *= 100
+    old = got.logprobs(got.policy, samples)
+    objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
+    told = got.update(samples, {"old_logprobs": old}, objective, order_seed="0")["policy/grad_norm"]
+    assert told > 1.5, "a gradient with something to clip"
+    assert applied == [pytest.approx(limit or told, rel=1e-4)]
 
 
 def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World) -> None:
