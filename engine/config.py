@@ -423,8 +423,8 @@ class Config(Section):
             [
                 f"step     {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = "
                 f"{self.episodes_per_step} episodes ({ranks})",
-                f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} episodes "
-                f"= {updates} optimizer steps; microbatches of up to {t.tokens_per_microbatch} tokens a rank",
+                f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} "
+                f"episodes = {updates} optimizer steps; microbatches of up to {t.tokens_per_microbatch} tokens a rank",
                 f"run      {t.steps} steps = {t.steps * self.episodes_per_step} episodes, "
                 f"{self.optimizer_steps} optimizer steps",
             ]

@@ -157,12 +157,15 @@ class Trainer:
                     row = {name: store.take(vector, batch) for name, vector in tokens.items()}
                     if train_policy:
                         losses.append(self._policy_backward(batch, weight, row, objective, averages, gap))
+                    elif epoch == start == 0:
+                        with torch.no_grad():
+                            _add_gap(gap, batch, row, self.policy(batch, **self._head_options))
                     if self.value is not None:
                         self._value_backward(batch, weight, row, averages)
+                if epoch == start == 0 and "sampler_logprobs" in tokens:
+                    averages.add_equal("weights/logprob_gap_mean", self._checked_gap(gap))
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
-                    if epoch == start == 0 and "sampler_logprobs" in tokens:
-                        averages.add_equal("weights/logprob_gap_mean", self._checked_gap(gap))
                     self._step(self.policy, "policy", averages)
                 if self.value is not None:
                     self._step(self.value, "value", averages)
@@ -215,8 +218,7 @@ class Trainer:
             k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
             averages.add("policy/kl_old", k3.sum() * batch.counts, rows)
             averages.add("policy/log_ratio_abs", change.abs().sum() * batch.counts, rows)
-        if "sampler_logprobs" in row:
-            gap.add("mean", (logprobs - row["sampler_logprobs"]).abs().sum() * batch.counts, rows)
+        _add_gap(gap, batch, row, logprobs)
         return loss.detach()
 
     def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
@@ -244,3 +246,10 @@ class Trainer:
         engine.step()
         averages.add_equal(f"{name}/grad_norm", float(engine.get_global_grad_norm() or 0.0))
         averages.add_equal(f"{name}/lr", rate)
+
+
+def _add_gap(gap: Averages, batch: Microbatch, row: dict[str, Tensor], logprobs: Tensor) -> None:
+    """Adds a microbatch's distances between the sampler's and the trainer's log-probabilities, in nats."""
+    if "sampler_logprobs" in row:
+        distance = (logprobs - row["sampler_logprobs"]).abs().sum()
+        gap.add("mean", distance * batch.counts, len(batch.rows) * batch.counts)

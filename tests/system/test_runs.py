@@ -60,6 +60,14 @@ def test_ppo_run_leaves_everything(tiny_model: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(run / "model")
 
 
+def test_value_warm_up_leaves_the_policy_alone_and_still_compares_weights(tiny_model: str, tmp_path: Path) -> None:
+    more = "--algo ppo --ppo.value_warmup_steps 2 --train.learning_rate 1e-2 --train.warmup_steps 0"
+    run_engine(short(tiny_model, tmp_path, "w") + more)
+    rows = steps(tmp_path / "w")
+    assert ["policy/grad_norm" in row for row in rows] == [False, False, True]
+    assert all(row["weights/logprob_gap_mean"] < 1e-4 and row["value/grad_norm"] > 0 for row in rows)
+
+
 def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> None:
     """Four steps in one go, and two steps, then two more from the checkpoint: same samples, same metrics."""
     more = "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --kl.coef 0.05 --kl.target 3 --train.steps "
