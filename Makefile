@@ -39,6 +39,7 @@ run: setup
 
 lint: setup
 	$(PY) -m ruff check
+	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
 test: lint

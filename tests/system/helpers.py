@@ -48,16 +48,20 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
 
 
 def run_engine(
-    arguments: str, ok: bool = True, timeout: float = 280, threads: int | None = 1
+    arguments: str, ok: bool = True, timeout: float = 280, threads: int | None = 1, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m engine.run`` with shell-like arguments, by default with one thread a process."""
+    """Runs ``python -m engine.run`` with shell-like arguments, by default with one thread a process.
+
+    ``path`` is where it finds further Python modules.
+    """
+    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     result = subprocess.run(
         [sys.executable, "-m", "engine.run", *shlex.split(arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+        env=env | ({"PYTHONPATH": str(path)} if path else {}),
     )
     assert (result.returncode == 0) == ok, result.stdout[-3000:] + result.stderr[-6000:]
     return result

@@ -13,11 +13,13 @@ QUICK = ROOT / "configs" / "quickstart.yaml"
 
 
 def short(model: str, out: Path, name: str) -> str:
-    """Three steps of the quickstart from a random policy; nothing to learn, everything to run."""
+    """Three steps of the quickstart from a random policy; a response that begins with an even token gets 1."""
+    reward = "def even(completion_ids, **_):\n    return [float(ids[0] % 2 == 0) for ids in completion_ids]\n"
+    (out / "even.py").write_text(reward)
     return (
-        f"--config {QUICK} --model.path {model} --output_dir {out} --name {name} --train.steps 3 --eval.prompts 16 "
-        "--rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --generation.max_logprob_gap 0.001 "
-        "--generation.backend hf --ppo.value_warmup_steps 0 "
+        f"--config {QUICK} --model.path {model} --output_dir {out} --name {name} --reward.function {out}/even.py:even "
+        "--train.steps 3 --eval.prompts 16 --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 "
+        "--generation.max_logprob_gap 0.001 --generation.backend hf --ppo.value_warmup_steps 0 "
     )
 
 
@@ -69,16 +71,24 @@ def test_value_warm_up_leaves_the_policy_alone_and_still_compares_weights(tiny_m
 
 
 def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> None:
-    """Four steps in one go, and two steps, then two more from the checkpoint: same samples, same metrics."""
-    more = "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --kl.coef 0.05 --kl.target 3 --train.steps "
-    run_engine(short(tiny_model, tmp_path, "whole") + more + "4")
-    run_engine(short(tiny_model, tmp_path, "parts") + more + "2")
+    """Four steps in one go, and the same run killed in its third step and resumed: same samples, same metrics."""
+    more = "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --kl.coef 0.05 --kl.target 3 --train.steps 4 "
+    run_engine(short(tiny_model, tmp_path, "whole") + more)
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\nfrom even import even\ncalls = 0\n"
+        "def reward(**batch):\n    global calls\n    calls += 1\n"
+        "    if calls == 4:  # one evaluation, two steps\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return even(**batch)\n"
+    )
+    deadly = "--reward.function deadly:reward"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    # What a kill in step 3 leaves: records beyond the checkpoint, a torn line, a half-written checkpoint.
+    killed = run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
+    assert killed.returncode == -9
+    # What a kill can leave besides: records beyond the checkpoint, a torn line, a half-written checkpoint.
     with (parts / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "time/step": 1.0}\n{"step": 4, "rew')
     (parts / "checkpoints" / "partial-step-000004").mkdir()
-    run_engine(f"--resume {parts} --train.steps 4")
+    run_engine(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
     assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
     for expected, got in zip(steps(whole)[2:], steps(parts)[2:], strict=True):
         for key, value in expected.items():
@@ -92,7 +102,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
 
 def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path: Path) -> None:
     """The launcher, ZeRO-3 and the split over ranks change neither the rollouts nor what is learned from them."""
-    more = "--algo ppo --kl.coef 0.05 "
+    more = "--algo ppo --kl.coef 0.05 --train.minibatches_per_batch 1 "
     run_engine(short(tiny_model, tmp_path, "one") + more)
     run_engine(short(tiny_model, tmp_path, "two") + more + "--launch.ranks 2 --train.zero_stage 3")
     check_folder(tmp_path / "two", 3)
