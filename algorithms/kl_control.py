@@ -10,8 +10,8 @@ def adapted(coef: float, kl: float, target: float, horizon: int, episodes: int) 
         coef: current coefficient, per nat.
         kl: measured KL of a response, in nats.
         target: KL to aim at, in nats.
-        horizon: episodes over which the coefficient moves by its whole clipped error.
+        horizon: episodes over which the coefficient moves by its whole clipped error; at most that much in one change.
         episodes: episodes since the last change.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * episodes / horizon)
+    return coef * (1 + error * min(1.0, episodes / horizon))

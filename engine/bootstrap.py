@@ -63,7 +63,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
 
         AutoModelForCausalLM.from_config(addition.model_config()).save_pretrained(scratch)
         trainer = Trainer(_supervised(config), world, policy=models.load_policy(scratch), reference=None, value=None)
-        generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=config.eval.prompts)
+        generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=512)
     examples = addition.problems("train")
     stops = rollout.stop_token_ids(tokenizer, ())
     order = random.Random(config.seed)
@@ -138,5 +138,6 @@ def _supervised(config: Config) -> Config:
         workspace_gib=config.train.workspace_gib,
         kernel_backend=config.train.kernel_backend,
     )
-    supervised.model.dtype = "float32"
+    supervised.model = type(config.model)()
+    supervised.generation = type(config.generation)()
     return supervised

@@ -51,7 +51,9 @@ def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
             else f"'{unknown[0]}' is not an option; options read --section.key value"
         )
     given = {key: value for key, value in vars(options).items() if key not in ("config", "print_config")}
-    if options.config is None and "resume" in given:
+    if options.config is not None and "resume" in given:
+        raise ConfigError("resume: a run goes on with its own configuration; give --resume or --config, not both")
+    if "resume" in given:
         options.config = str(Path(given["resume"]) / "config.yaml")
         if not Path(options.config).is_file():
             raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
@@ -61,7 +63,10 @@ def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
     for key, text in given.items():
         _assign(tree, key, _value(key, text))
     config = validate(tree)
-    os.environ.update(config.env)
+    try:
+        os.environ.update(config.env)
+    except ValueError as error:
+        raise ConfigError(f"env: {error}") from None
     return config, options
 
 
@@ -87,7 +92,7 @@ def load_yaml(path: str) -> dict[str, Any]:
             tree = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         return {}
@@ -99,6 +104,15 @@ def load_yaml(path: str) -> dict[str, Any]:
 def dump_yaml(config: Config) -> str:
     """The whole configuration as YAML that ``--config`` takes again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a configuration as (dotted key, value)."""
+    for key, _ in leaves():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        yield key, value
 
 
 def quickstart() -> Path:

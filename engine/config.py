@@ -15,6 +15,7 @@ Path = str
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -159,7 +160,7 @@ class Train(Section):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
     max_grad_norm: NonNegative = Field(1.0, description="Gradient clipping by global norm; 0 turns it off")
-    adam_betas: tuple[Unit, Unit] = Field((0.9, 0.95), description="AdamW's two decay rates")
+    adam_betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's two decay rates")
     adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
     weight_decay: NonNegative = Field(0.0, description="AdamW's decoupled weight decay")
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
@@ -289,7 +290,9 @@ class Config(Section):
         0, description="Fixes prompts' order, sampling, minibatches and new weights"
     )
     output_dir: Path = Field("runs", description="Folder that holds one folder a run")
-    name: str | None = Field(None, description="The run's folder. Default: algorithm, data and time of day")
+    name: Annotated[str, Field(pattern=r"^[\w][\w.=+-]{0,99}$")] | None = Field(
+        None, description="The run's folder in output_dir. Default: algorithm, data and time of day"
+    )
     resume: Path | None = Field(
         None, description="Run folder to go on with; its configuration is the default for everything else"
     )
@@ -317,8 +320,12 @@ class Config(Section):
             raw = {**raw, "env": {str(k): str(v) for k, v in raw["env"].items()}}
         return raw
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, device_type: str) -> None:
         """Checks what no single key can: arithmetic of batches, combinations, files that must exist.
+
+        Args:
+            world_size: ranks of the run.
+            device_type: ``cpu`` or ``cuda``.
 
         Raises:
             ConfigError: with one line for the first thing that is wrong and what to do about it.
@@ -348,15 +355,12 @@ class Config(Section):
                 f"ppo.value_warmup_steps ({self.ppo.value_warmup_steps}) leaves none of train.steps "
                 f"({self.train.steps}) to train the policy"
             )
-        if self.generation.tensor_parallel > 1 and self.generation.backend != "vllm":
-            raise ConfigError("generation.tensor_parallel needs generation.backend vllm")
-        if world_size % self.generation.tensor_parallel:
-            raise ConfigError(
-                f"generation.tensor_parallel ({self.generation.tensor_parallel}) must divide the number of ranks "
-                f"({world_size})"
-            )
-        if self.model.dtype == "float16" and self.launch.device == "cpu":
-            raise ConfigError("model.dtype float16 cannot train on the CPU: take float32 or bfloat16")
+        if self.generation.tensor_parallel > 1:
+            raise ConfigError("generation.tensor_parallel: only 1 works so far, one whole sampler a rank")
+        if self.generation.backend == "vllm" and self.generation.temperature < 0.01:
+            raise ConfigError("generation.temperature below 0.01 is changed by vLLM: take generation.backend hf")
+        if self.model.dtype == "float16" and device_type == "cpu":
+            raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
 
     def _check_sources(self) -> None:
         data, reward = self.data, self.reward
@@ -402,6 +406,11 @@ class Config(Section):
                 f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest sequence: "
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
             )
+
+    @property
+    def has_verifier(self) -> bool:
+        """True where scores are 0 or 1, right or wrong: the embedded task's own."""
+        return self.reward.function is None
 
     @property
     def episodes_per_step(self) -> int:

@@ -72,7 +72,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     settings = Path(path) / "tokenizer_config.json"
     declared = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
     plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+    try:
+        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path '{path}' has no tokenizer to load: {str(error).splitlines()[0]}") from error
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -99,20 +102,25 @@ def _rows(config: Config, held_out: bool) -> Iterator[dict[str, Any]]:
         path = (data.eval_path or data.path) if held_out else data.path
         split = (data.eval_split or data.split) if held_out else data.split
         assert path is not None
-        yield from _read(path, split)
+        try:
+            yield from _read(path, split)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except Exception as error:  # whatever the reader of that format says
+            raise ConfigError(
+                f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
 
 
 def _read(path: str, split: str) -> Iterator[dict[str, Any]]:
     if path.endswith(".jsonl"):
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip():
-                try:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:  # JSON strings may hold other line separators
+            for number, line in enumerate(file, 1):
+                if line.strip():
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{path}, line {number}: must be an object with columns")
-                yield row
+                    if not isinstance(row, dict):
+                        raise ConfigError(f"line {number} must be an object with columns")
+                    yield row
     elif path.endswith(".parquet"):
         import pyarrow.parquet
 
@@ -122,7 +130,7 @@ def _read(path: str, split: str) -> Iterator[dict[str, Any]]:
             import datasets
         except ImportError:
             raise ConfigError(
-                f"'{path}' is neither a .jsonl nor a .parquet file; a Hugging Face data set needs: pip install datasets"
+                "neither a .jsonl nor a .parquet file; a Hugging Face data set needs: pip install datasets"
             ) from None
         yield from datasets.load_dataset(path, split=split)
 

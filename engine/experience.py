@@ -75,17 +75,21 @@ def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) ->
     return result
 
 
-def metrics(samples: Sequence[Sample], rollout: Rollout, world: World) -> dict[str, float]:
-    """What a rollout batch looks like, over all ranks: rewards, lengths, distance to the reference."""
+def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified: bool) -> dict[str, float]:
+    """What a rollout batch looks like, over all ranks: rewards, lengths, distance to the reference.
+
+    ``verified``: scores are 0 or 1, and their mean an accuracy.
+    """
     lengths = rollout.lengths.float()
-    correct = torch.tensor([sample.reward_parts.get("score", 0.0) == 1.0 for sample in samples])
     result = {
         "reward/mean": global_mean(rollout.scores, world.sum),
-        "reward/accuracy": global_mean(correct.float(), world.sum),
         "rollout/response_tokens_mean": global_mean(lengths, world.sum),
         "rollout/response_tokens_max": world.max(float(lengths.max())),
         "rollout/stopped_fraction": global_mean(1.0 - rollout.truncated.float(), world.sum),
     }
+    if verified:
+        correct = torch.tensor([sample.reward_parts["score"] for sample in samples])
+        result["reward/accuracy"] = global_mean(correct, world.sum)
     mean = result["reward/mean"]
     result["reward/std"] = global_mean((rollout.scores - mean).square(), world.sum) ** 0.5
     if rollout.ref_logprobs is not None:

@@ -1,14 +1,23 @@
-"""How many processes a run has, and starting them on this machine. Imports no torch in the parent's checks."""
+"""How many processes a run has, and starting them on this machine. The checks import no torch."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-import subprocess
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
+from engine import failures
 from engine.config import Config, ConfigError
+
+LAUNCHER = "TANDEM_LAUNCHER"
+"""The environment variable that tells a rank the process number of our launcher."""
+FOLDER_FILE = "TANDEM_FOLDER_FILE"
+"""The environment variable with the file in which rank 0 tells our launcher the run folder."""
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def is_rank() -> bool:
@@ -35,6 +44,10 @@ def device_type(config: Config) -> str:
 def world_size(config: Config) -> int:
     """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU or one on a CPU."""
     if is_rank():
+        if not os.environ["WORLD_SIZE"].isdigit():
+            raise ConfigError(
+                f"the environment variable WORLD_SIZE is '{os.environ['WORLD_SIZE']}', not a number of ranks"
+            )
         return int(os.environ["WORLD_SIZE"])
     gpus = visible_gpus() if device_type(config) == "cuda" else 0
     ranks = config.launch.ranks or max(1, gpus)
@@ -44,14 +57,60 @@ def world_size(config: Config) -> int:
 
 
 def start_ranks(ranks: int, argv: list[str]) -> int:
-    """Starts this command once a rank through torch's elastic launcher and waits; one failing rank ends all.
+    """Starts this command once a rank through torch's elastic agent and waits; one failing rank ends all.
+
+    The agent runs in this process. It passes SIGTERM and Ctrl-C on to the ranks, and kills what has not ended 30 s
+    later. If this process is killed, the kernel kills the ranks (``die_with_launcher``).
+
+    Args:
+        argv: the arguments of ``engine.run``.
 
     Returns:
-        the launcher's exit status: 0 if every rank ended well.
+        0 if every rank ended well, 1 if one failed, 128 and the signal's number if a signal ended the run.
     """
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "-m", "engine.run", *argv,
-    ]  # fmt: skip
-    return subprocess.call(command, env={"OMP_NUM_THREADS": str(threads), **os.environ})
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ[LAUNCHER] = str(os.getpid())
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="tandem",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    with tempfile.NamedTemporaryFile("r", prefix="tandem-") as folder_file:
+        os.environ[FOLDER_FILE] = folder_file.name
+        try:
+            elastic_launch(how, sys.executable)("-u", "-m", "engine.run", *argv)
+        except SignalException as stopped:
+            return 128 + stopped.sigval
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            what = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+            folder = folder_file.read()
+            failures.tell(Path(folder) if folder else None, rank, what)
+            return 1
+    return 0
+
+
+def tell_folder(run_dir: Path) -> None:
+    """Rank 0 tells our launcher, if that started it, where the run's files lie."""
+    if FOLDER_FILE in os.environ:
+        Path(os.environ[FOLDER_FILE]).write_text(str(run_dir), encoding="utf-8")
+
+
+def die_with_launcher() -> None:
+    """Has the kernel kill this rank when the agent that started it ends, even by SIGKILL, which it cannot pass on."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # not started by an agent: the parent may be a shell that may leave
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The launcher may have gone before the line above, and then no signal comes. Only our own told us its number;
+    # a torchrun that dies so early leaves ranks that cannot join and end at their timeout.
+    if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
+        sys.exit("the launcher is gone")

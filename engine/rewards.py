@@ -55,20 +55,27 @@ def score(samples: Sequence[Sample], function: RewardFunction, config: Config) -
     """
     if not samples:
         return
-    columns = {key: [sample.columns.get(key) for sample in samples] for key in samples[0].columns if key != "prompt"}
-    scores = list(
-        function(
-            prompts=[sample.prompt_text for sample in samples],
-            completions=[sample.response_text for sample in samples],
-            completion_ids=[sample.response_ids for sample in samples],
-            **columns,
-        )
-    )
+    names = {name for sample in samples for name in sample.columns} - {"prompt"}
+    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+    arguments = {
+        "prompts": [sample.prompt_text for sample in samples],
+        "completions": [sample.response_text for sample in samples],
+        "completion_ids": [sample.response_ids for sample in samples],
+    }
+    if taken := sorted(columns.keys() & arguments.keys()):
+        raise RewardError(f"the data set's column '{taken[0]}' has the name of the reward function's own argument")
+    returned = function(**arguments, **columns)
+    try:
+        scores = [float(score) for score in returned]
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"the reward function must return one number a response, {len(samples)} here; it returned "
+            f"{returned!r:.200} ({error})"
+        ) from error
     if len(scores) != len(samples):
         raise RewardError(f"the reward function returned {len(scores)} scores for {len(samples)} responses")
     rollout, clip = config.rollout, config.reward.clip
-    for sample, raw in zip(samples, scores, strict=True):
-        value = float(raw)
+    for sample, value in zip(samples, scores, strict=True):
         if not math.isfinite(value):
             raise RewardError(
                 f"the reward function returned {value} for the prompt {sample.prompt_text!r} "

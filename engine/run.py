@@ -9,26 +9,37 @@ import sys
 import warnings
 from pathlib import Path
 
-from engine import cli, launch, state
+from engine import cli, failures, launch, state
 from engine.config import Config, ConfigError
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 """Warnings of libraries about their own insides, which nobody who runs this can act on."""
+
+FIXED = {
+    "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "data.task", "data.path",
+    "data.shuffle", "train.zero_stage",
+}  # fmt: skip
+"""What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line.
 
     Returns:
-        0 when the run finished, 2 for a configuration that cannot work, 130 when interrupted; a failure while running
-        raises.
+        0 when the run finished, 2 for a configuration that cannot work, 130 or 143 when stopped by Ctrl-C or SIGTERM,
+        1 when a rank failed; a failure in this process raises.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if launch.is_rank():
+        launch.die_with_launcher()
     try:
         config, options = cli.parse(argv)
         world_size = launch.world_size(config)
-        config.check(world_size)
-        _check_run_folder(config, world_size)
+        config.check(world_size, launch.device_type(config))
+        if config.resume is None:
+            _check_new_run(config)
+        else:
+            _check_resumed_run(config, world_size)
         _check_packages(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,35 +50,53 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", launch.device_type(config))  # DeepSpeed reads it when imported
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
+    failures.stop_on_sigterm()
     try:
         if world_size > 1 and not launch.is_rank():
             return launch.start_ranks(world_size, argv)
         from engine.loop import train  # imports torch
 
         train(config, options.config)
-    except KeyboardInterrupt:
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return 130
+        return failures.status(error)
     return 0
 
 
-def _check_run_folder(config: Config, world_size: int) -> None:
-    """A new run needs a new folder; a resumed one a checkpoint, the same number of ranks, and steps left to make."""
-    if config.resume is None:
-        if config.name is not None and (folder := Path(config.output_dir) / config.name).exists():
-            raise ConfigError(f"name: {folder} exists; go on with --resume {folder}, or give another --name")
-        return
-    checkpoint = state.newest(Path(config.resume))
+def _check_new_run(config: Config) -> None:
+    """A new run needs a folder of its own, and the right to make it."""
+    output = Path(config.output_dir)
+    if config.name is not None and (output / config.name / "metrics.jsonl").exists():
+        folder = output / config.name
+        raise ConfigError(f"name: {folder} exists; go on with --resume {folder}, or give another --name")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: cannot make {output}: {error.strerror}") from None
+    if not os.access(output, os.W_OK):
+        raise ConfigError(f"output_dir: cannot write to {output}")
+
+
+def _check_resumed_run(config: Config, world_size: int) -> None:
+    """A resumed run needs a checkpoint of the same kind of run, by as many ranks, and something left to do."""
+    folder = Path(str(config.resume))
+    checkpoint = state.newest(folder)
     if checkpoint is None:
-        raise ConfigError(
-            f"resume: {config.resume} has no checkpoint (it writes one every save.every_steps); start anew"
-        )
+        raise ConfigError(f"resume: {folder} has no checkpoint (save.every_steps writes them); start anew")
+    before = dict(cli.flat(cli.validate(cli.load_yaml(str(folder / "config.yaml")))))
+    for key, value in cli.flat(config):
+        if key in FIXED and value != before[key]:
+            raise ConfigError(f"resume: {key} is {before[key]} in {folder} and cannot become {value}")
     saved = state.read(checkpoint)
     if saved.world_size != world_size:
         raise ConfigError(
             f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks"
         )
-    if saved.step >= config.train.steps:
+    finished = saved.step == config.train.steps and (folder / "summary.json").exists()
+    if finished or saved.step > config.train.steps:
         raise ConfigError(
             f"resume: {checkpoint} has all of train.steps ({config.train.steps}); give more, --train.steps N"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,11 +13,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
-from algorithms.base import Rollout
-from engine import bootstrap, cli, data, distributed, experience, launch, rewards, rollout, state, weights
-from engine.config import Config
+from algorithms.base import Rollout, global_mean
+from engine import bootstrap, cli, data, distributed, experience, failures, launch, rewards, rollout, state, weights
+from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.generation.base import Generator, Sampling
+from engine.report import records
 from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
 from engine.sample import Sample
@@ -43,14 +45,18 @@ class Session:
         self._stops = rollout.stop_token_ids(self.tokenizer, config.generation.stop_tokens)
         self.generator = _generator(config, path, world)
         self.trainer = self._build_trainer(path)
+        vocabulary = self.trainer.policy.module.model.config.vocab_size
+        if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
+            raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
 
         self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=world.size)
         if config.resume and (checkpoint := state.newest(run_dir)):
             self.state = state.load(checkpoint, self.trainer, world)
+            if config.kl.target is None:
+                self.state.kl_coef = config.kl.coef
             self.say(f"Resumed from {checkpoint}")
         self._prompts.cursor = self.state.cursor
         self._metric: float | None = None
-        self._binary_scores = True
         self._clock = self._step_started = time.perf_counter()
 
     @classmethod
@@ -61,9 +67,11 @@ class Session:
         transformers_logging.disable_progress_bar()
         torch.manual_seed(config.seed)
         with distributed.joined(launch.device_type(config), config.launch.timeout_minutes) as world:
-            run_dir = Path(world.broadcast(str(_run_dir(config, config_file))))
+            run_dir = Path(world.broadcast(str(_run_dir(config, config_file)) if world.main else None))
             with _recording(config, world, run_dir) as recorder:
                 session = cls(config, world, run_dir, recorder)
+                if world.main:
+                    _write_config(config, run_dir)
                 yield session
                 session.generator.close()
 
@@ -112,7 +120,7 @@ class Session:
         config, world, current = self.config, self.world, self.state
         seconds = time.perf_counter() - self._step_started
         tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
-        metrics = experience.metrics(samples, batch, world) | metrics
+        metrics = experience.metrics(samples, batch, world, config.has_verifier) | metrics
         if config.kl.coef:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None:
@@ -156,18 +164,15 @@ class Session:
                 step=0,
             )
             rewards.score(samples, self.reward_function, config)
-        raw = torch.tensor([sample.reward_parts["score"] for sample in samples], dtype=torch.float64)
-        total, count, binary = self.world.sum(
-            torch.stack([raw.sum(), torch.tensor(float(len(raw))), ((raw == 0) | (raw == 1)).double().sum()])
-        ).tolist()
-        self._metric, self._binary_scores = total / count, binary == count
+        raw = torch.tensor([sample.reward_parts["score"] for sample in samples])
+        self._metric = global_mean(raw, self.world.sum)
         if current.step == 0:
             current.metric_before = self._metric
         current.best_metric = max(
             self._metric, current.best_metric if current.best_metric is not None else self._metric
         )
         if self._recorder:
-            name = "eval/accuracy" if self._binary_scores else "eval/reward"
+            name = "eval/accuracy" if config.has_verifier else "eval/reward"
             self._recorder.evaluation(current.step, {name: self._metric})
 
     def save(self) -> None:
@@ -180,6 +185,8 @@ class Session:
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""
         config = self.config
+        if self._metric is None:  # resumed after the last step
+            self.evaluate()
         model_dir = self.run_dir / "model"
         with self.phase("save"):
             weights.export(self.trainer.policy, str(model_dir), write=self.world.main)
@@ -188,7 +195,7 @@ class Session:
         if not self._recorder:
             return
         self.tokenizer.save_pretrained(model_dir)
-        result = summary(config, self.state, self._metric, self._binary_scores, peak)
+        result = summary(config, self.state, self._metric, peak)
         self._recorder.close(result)
         go_on = [
             f"python -m engine.run --resume {self.run_dir} --train.steps {2 * config.train.steps}   # train longer",
@@ -220,13 +227,18 @@ class Session:
 
 @contextlib.contextmanager
 def _recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder | None]:
-    """Rank 0's recorder, closed with the error if there was one; None on the others."""
+    """Rank 0's recorder, closed with the run's error if there was one; the others have none and leave it theirs."""
+    failures.clear(run_dir, world.rank)
     if not world.main:
-        yield None
+        try:
+            yield None
+        except Exception as error:
+            failures.leave(run_dir, world.rank, error)
+            raise
         return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
-    (run_dir / "config.yaml").write_text(cli.dump_yaml(resolved))
+    launch.tell_folder(run_dir)
+    if not config.resume:
+        _write_config(config, run_dir)
     checkpoint = state.newest(run_dir) if config.resume else None
     recorder = Recorder(
         run_dir,
@@ -246,15 +258,35 @@ def _recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder
     try:
         yield recorder
     except BaseException as error:
-        recorder.close(error=error)
+        cause = failures.cause(run_dir, error)
+        recorder.close(error=cause)
+        if cause is not error:
+            raise cause from error
         raise
 
 
+def _write_config(config: Config, run_dir: Path) -> None:
+    """The resolved configuration, which ``--resume`` starts from; the run's own name and place in it."""
+    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
+    records.write_atomically(run_dir / "config.yaml", cli.dump_yaml(resolved))
+
+
 def _run_dir(config: Config, config_file: str | None) -> Path:
+    """The run's folder, made if it is a new run; a default name that is taken gets a number."""
     if config.resume:
         return Path(config.resume)
+    if config.name is not None:
+        folder = Path(config.output_dir) / config.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
     stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
-    return Path(config.output_dir) / (config.name or f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    name = f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+    return folder
 
 
 def _generator(config: Config, path: str, world: World) -> Generator:

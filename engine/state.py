@@ -43,6 +43,7 @@ class OnlineTrainerState:
 def newest(run_dir: Path) -> Path | None:
     """The last complete checkpoint of a run, or None."""
     found = [path for path in (run_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    found = [path for path in found if (path / "state.json").is_file() and (path / "state.json").stat().st_size]
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
@@ -88,6 +89,7 @@ def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState
         path, _ = engine.load_checkpoint(str(checkpoint), tag=name)
         if path is None:
             raise FileNotFoundError(f"{checkpoint} holds no '{name}'")
+    trainer.apply_settings()
     _restore_random(torch.load(checkpoint / f"random-{world.rank}.pt", weights_only=False))
     return read(checkpoint)
 

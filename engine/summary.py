@@ -43,16 +43,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summary(
-    config: Config, state: OnlineTrainerState, after: float | None, binary: bool, peak_gib: float
-) -> dict[str, Any]:
+def summary(config: Config, state: OnlineTrainerState, after: float | None, peak_gib: float) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
-        after: the held-out metric at the end; ``state.metric_before`` is the same before training.
-        binary: True where the metric is an accuracy (every score 0 or 1), False where it is a mean reward.
+        after: the held-out metric at the end; ``state.metric_before`` is the same before training. It is an accuracy
+            where a verifier scores, else a mean reward.
     """
-    kind = "accuracy" if binary else "reward"
+    kind = "accuracy" if config.has_verifier else "reward"
     return {
         "algo": config.algo,
         "seed": config.seed,

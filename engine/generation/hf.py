@@ -20,6 +20,8 @@ class HFGenerator(Generator):
         super().__init__()
         model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         self._model = model.to(device).eval()
+        # A model's own generation_config.json may penalise repetition or truncate the distribution.
+        self._model.generation_config = GenerationConfig()
         self._model.requires_grad_(False)
         self._device, self._max_batch = device, max_batch
 
@@ -87,6 +89,10 @@ class _Choose(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         logprobs = torch.log_softmax(scores.float() / (self._temperature or 1.0), dim=-1)
+        if torch.isnan(logprobs).any():
+            raise RuntimeError(
+                "the policy's logits are not numbers: its weights have diverged (a lower learning rate?)"
+            )
         if self._temperature == 0:
             token = scores.argmax(-1)
         else:

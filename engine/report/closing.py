@@ -6,6 +6,12 @@ from typing import Any
 from engine.report import records
 from engine.report.format import duration, number, percent
 
+MEASURES = {"accuracy": "accuracy", "reward": "mean reward"}
+"""What a run is judged by on held-out prompts: its key in summary.json and in ``eval/…``, and what people call it.
+
+A run has one of them: accuracy where every score is 0 or 1.
+"""
+
 
 def closing_lines(summary: dict[str, Any], run_dir: Path, how_to_go_on: list[str]) -> str:
     """The text to print when a run has finished; plain ASCII, so that no terminal can stumble over it."""
@@ -24,18 +30,27 @@ def closing_lines(summary: dict[str, Any], run_dir: Path, how_to_go_on: list[str
     return "\n".join(lines)
 
 
-def points(before: float, after: float) -> str:
-    """The change between two shares, in percentage points: +72.5 points."""
-    return f"{100 * (after - before):+.1f} points"
+def compared(measure: str, before: float, after: float) -> tuple[str, str, str]:
+    """Both values and the change: 12.5%, 75.0%, +62.5 points of accuracy; 0.12, 0.56, +0.44 of reward."""
+    if measure == "accuracy":
+        return percent(before), percent(after), f"{100 * (after - before):+.1f} points"
+    size = max(abs(before), abs(after))
+    if size == 0 or 0.1 <= size < 1000:
+        # As many decimals for each, so that one can be taken from the other by eye.
+        return f"{before:z.2f}", f"{after:z.2f}", f"{after - before:+z.2f}"
+    return number(before), number(after), ("+" if after >= before else "-") + number(abs(after - before))
 
 
 def _outcome(summary: dict[str, Any]) -> str:
-    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     algo = str(summary.get("algo", "run")).upper() if "algo" in summary else "The run"
-    if before is not None and after is not None:
-        return f"{algo}: accuracy {percent(before)} -> {percent(after)} ({points(before, after)})"
-    if after is not None:
-        return f"{algo}: accuracy {percent(after)} at the end; it was not measured before training"
+    for measure, name in MEASURES.items():
+        before, after = summary.get(f"{measure}_before"), summary.get(f"{measure}_after")
+        if before is not None and after is not None:
+            first, last, change = compared(measure, before, after)
+            return f"{algo}: {name} {first} -> {last} ({change})"
+        if after is not None:
+            _, last, _ = compared(measure, after, after)
+            return f"{algo}: {name} {last} at the end; it was not measured before training"
     return f"{algo}: finished; no accuracy was measured"
 
 

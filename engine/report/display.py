@@ -1,12 +1,12 @@
 """The run on the screen: a live panel on a terminal, one line a step anywhere else."""
 
 import os
-import sys
 import textwrap
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from engine.report.format import duration, number, percent
+from engine.report.output import Output
 from engine.report.progress import Progress, describe
 
 _WIDTH = 110  # characters: more would wrap in a log viewer
@@ -32,34 +32,34 @@ class Display(Protocol):
         """Leave the screen in order; safe to call twice."""
 
 
-def make_display(progress: Progress, live: bool | None) -> Display:
+def make_display(progress: Progress, output: Output, live: bool | None) -> Display:
     """The live display where asked for, or by default where a person is watching a terminal that can show it."""
     if live is None:
-        live = can_be_live(sys.stdout, dict(os.environ))
+        live = can_be_live(output, dict(os.environ))
     if live:
         # rich is loaded only where it draws.
         from engine.report.live import LiveDisplay
 
-        return LiveDisplay(progress)
-    return PlainDisplay(progress, sys.stdout)
+        return LiveDisplay(progress, output)
+    return PlainDisplay(progress, output)
 
 
-def can_be_live(stream: TextIO, environment: dict[str, str]) -> bool:
-    """Whether ``stream`` is a terminal with cursor movement and block characters, outside continuous integration."""
+def can_be_live(output: Output, environment: dict[str, str]) -> bool:
+    """Whether ``output`` is a terminal with cursor movement and block characters, outside continuous integration."""
     return (
-        stream.isatty()
+        output.isatty()
         and environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
         and not environment.get("CI")
-        and (stream.encoding or "").lower().replace("-", "") == "utf8"
+        and output.encoding.lower().replace("-", "") == "utf8"
     )
 
 
 class PlainDisplay:
     """One aligned line a step, for log files; flushed at once, so that ``tail -f`` follows the run."""
 
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
+    def __init__(self, progress: Progress, output: Output) -> None:
         self.progress = progress
-        self.stream = stream
+        self.output = output
 
     def open(self) -> None:
         """Print what runs, once."""
@@ -76,9 +76,8 @@ class PlainDisplay:
         self.message(evaluation_line(self.progress))
 
     def message(self, text: str) -> None:
-        """Print ``text``, whatever the stream's encoding can show of it."""
-        encoding = self.stream.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), file=self.stream, flush=True)
+        """Print ``text``."""
+        self.output.line(text)
 
     def close(self) -> None:
         """Nothing to undo."""

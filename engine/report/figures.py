@@ -23,12 +23,15 @@ def write_figures(run: RunFiles, run_dir: Path) -> None:
     rest = [curve for curve in curves if curve not in main]
     phases = phases_in(run.names())
     if main:
-        figure, axes = _grid(len(main), columns=len(main), size=(5.2, 3.4))
+        # 1200 x 420 pixels, whether one curve or two: a README shows it in full width.
+        figure, axes = _grid(len(main), columns=len(main), size=(8.0, 2.8))
         for place, curve in zip(axes, main, strict=True):
             _draw(place, run, curve)
+            place.set_xlabel("step", fontsize=8, color="#63635e")
         _save(figure, run, run_dir / "curves.png")
     if rest or phases:
-        figure, axes = _grid(len(rest) + bool(phases), columns=3, size=(4.0, 2.7))
+        count = len(rest) + bool(phases)
+        figure, axes = _grid(count, columns=3, size=(12.0, 0.4 + 2.7 * -(-count // 3)))
         for place, curve in zip(axes, rest, strict=False):
             _draw(place, run, curve)
         if phases:
@@ -36,10 +39,19 @@ def write_figures(run: RunFiles, run_dir: Path) -> None:
         _save(figure, run, run_dir / "details.png")
 
 
+def title(run: RunFiles) -> str:
+    """What ran on what: a picture is looked at far from its folder, whose name would say nothing there."""
+    words = " · ".join(word for word in (run.algo, Path(run.data).name) if word) or run.name
+    return f"{words} (ended by an error)" if run.crash else words
+
+
 def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """``count`` axes in rows of ``columns``. No pyplot: it keeps state, and may try to open a window."""
+    """``count`` axes in rows of ``columns``, in a figure of ``size`` inches.
+
+    No pyplot: it keeps state, and may try to open a window.
+    """
     rows = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.4), layout="constrained", dpi=150)
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
@@ -62,7 +74,10 @@ def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
     if curve.show is percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
     if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        # Beside the title, where it covers no curve.
+        axes.legend(
+            frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, borderpad=0.3
+        )
     _dress(axes, curve.title)
 
 
@@ -87,7 +102,6 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def _save(figure: Figure, run: RunFiles, path: Path) -> None:
-    title = run.name if not run.crash else f"{run.name} (ended by an error)"
-    # A run's name may hold a dollar sign, which matplotlib would read as mathematics.
-    figure.suptitle(title.replace("$", r"\$"), fontsize=11, color="#63635e")
+    # A name may hold a dollar sign, which matplotlib would read as mathematics.
+    figure.suptitle(title(run).replace("$", r"\$"), fontsize=10, color="#63635e")
     figure.savefig(path)

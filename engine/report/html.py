@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.report import records
-from engine.report.closing import points
-from engine.report.format import duration, number, percent
+from engine.report.closing import MEASURES, compared
+from engine.report.format import duration, number
 from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, PHASES, Curve, other_metrics, phases_in
 from engine.report.records import RunFiles, load_run
 from engine.report.samples import sample_section
@@ -52,23 +52,16 @@ def page(run: RunFiles) -> str:
 
 
 def _heading(run: RunFiles) -> str:
-    algo = run.summary.get("algo") or run.config.get("algo")
     seed = run.summary.get("seed", run.config.get("seed"))
-    data = _setting(run, "data", "task") or _setting(run, "data", "path")
     facts = [
-        str(algo).upper() if algo else None,
-        _setting(run, "model", "path"),
-        data,
-        _setting(run, "generation", "backend"),
+        run.algo,
+        run.setting("model", "path"),
+        run.data,
+        run.setting("generation", "backend"),
         f"seed {seed}" if seed is not None else None,
     ]
     line = " · ".join(escape(str(fact)) for fact in facts if fact)
     return f'<header><h1>{escape(run.name)}</h1><p class="soft facts">{line}</p></header>'
-
-
-def _setting(run: RunFiles, section: str, key: str) -> Any:
-    part = run.config.get(section)
-    return part.get(key) if isinstance(part, dict) else None
 
 
 def _banner(run: RunFiles) -> str:
@@ -127,14 +120,16 @@ def _values(run: RunFiles, name: str) -> list[float]:
 
 
 def _outcome_card(run: RunFiles) -> str:
-    """Accuracy before and after on held-out prompts; the training reward where no accuracy was measured."""
-    held_out = _values(run, "eval/accuracy")
-    before = _known(run, "accuracy_before", held_out[0] if held_out else None)
-    after = _known(run, "accuracy_after", held_out[-1] if held_out else None)
-    if before is not None and after is not None:
-        direction = "up" if after >= before else "down"
-        change = f'<span class="{direction}">{points(before, after)}</span> on held-out prompts'
-        return _card("Accuracy, before → after", f"{percent(before)} → {percent(after)}", change, main=True)
+    """Accuracy or reward before and after on held-out prompts; the training reward where neither was measured."""
+    for measure, name in MEASURES.items():
+        held_out = _values(run, f"eval/{measure}")
+        before = _known(run, f"{measure}_before", held_out[0] if held_out else None)
+        after = _known(run, f"{measure}_after", held_out[-1] if held_out else None)
+        if before is not None and after is not None:
+            first, last, change = compared(measure, before, after)
+            direction = "up" if after >= before else "down"
+            note = f'<span class="{direction}">{change}</span> on held-out prompts'
+            return _card(f"{name.capitalize()}, before → after", f"{first} → {last}", note, main=True)
     reward = _values(run, "reward/mean")
     if not reward:
         return ""

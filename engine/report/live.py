@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from engine.report.display import evaluation_line, shown
 from engine.report.format import duration, sparkline
+from engine.report.output import Output
 from engine.report.progress import Progress, describe
 
 _WIDEST = 132  # on a very wide terminal, longer lines would only tear the panel apart
@@ -38,6 +39,7 @@ _TRENDS = (
     ("accuracy", "reward/accuracy", "green"),
     ("held-out", "eval/accuracy", "bright_yellow"),
     ("reward", "reward/mean", "blue"),
+    ("held-out", "eval/reward", "bright_yellow"),
 )
 
 _CELLS = (
@@ -55,9 +57,10 @@ _CELLS = (
 class LiveDisplay:
     """A panel that redraws itself, so that the clock and the phase in progress move during a long phase too."""
 
-    def __init__(self, progress: Progress, console: Console | None = None) -> None:
+    def __init__(self, progress: Progress, output: Output, console: Console | None = None) -> None:
         self.progress = progress
-        self.console = console or Console()
+        # Rich itself would end the process where a pipe breaks.
+        self.console = console or Console(file=cast(TextIO, output))
         self._live = Live(self, console=self.console, refresh_per_second=4)
         self._handlers: list[tuple[logging.StreamHandler, object]] = []
 

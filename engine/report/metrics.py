@@ -32,7 +32,11 @@ CURVES = (
         percent,
         from_zero=True,
     ),
-    Curve("Reward", "Mean score of a response, before any KL penalty.", {"reward": "reward/mean"}),
+    Curve(
+        "Reward",
+        "Mean score of a response, before any KL penalty.",
+        {"train": "reward/mean", "held-out": "eval/reward"},
+    ),
     Curve("KL to the reference", "How far the policy has moved from where it started.", {"KL": "kl/ref_mean"}),
     Curve(
         "Entropy",

@@ -1,6 +1,7 @@
 """The recorder: everything a run leaves behind for people, written by rank 0 as the loop goes."""
 
 import math
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 from engine.report import records
 from engine.report.display import make_display
 from engine.report.html import write_report
+from engine.report.output import Output
 from engine.report.progress import Progress
 
 
@@ -18,7 +20,7 @@ class Recorder:
 
     A run that starts at step 0 starts new files (an earlier run's are kept as ``previous-…``). One that resumes drops
     what was recorded after ``start_step``, because it is about to record it again. ``live`` forces the live panel or
-    the plain lines; by default a terminal gets the panel.
+    the plain lines; by default a terminal gets the panel. Where nothing can be printed, all files are still written.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class Recorder:
             self._progress.remember({k: v for k, v in record.items() if k != "step" and v is not None})
         self._metrics = records.append_to(metrics_path)
         self._samples = records.append_to(samples_path)
-        self._display = make_display(self._progress, live)
+        self._output = Output(sys.stdout)
+        self._display = make_display(self._progress, self._output, live)
         self._display.open()
         self._tensorboard = self._open_tensorboard(start_step)
 
@@ -131,6 +134,10 @@ class Recorder:
             self.message(
                 f"{self._progress.ended.capitalize()} after step {self._progress.step}; the run so far: {report}"
             )
+
+    def say_last(self, text: str) -> None:
+        """Print ``text`` below everything else, after ``close``: as it is, so that its paths can be copied."""
+        self._output.line(text)
 
     def _crash_text(self, error: BaseException) -> str:
         """What happened, where in the run, and the traceback: in this order, for people who read one line."""

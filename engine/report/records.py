@@ -95,6 +95,21 @@ class RunFiles:
     summary: dict[str, Any] = field(default_factory=dict)
     crash: str = ""
 
+    @property
+    def algo(self) -> str:
+        """The algorithm's name in capitals, or nothing where no file tells."""
+        return str(self.summary.get("algo") or self.config.get("algo") or "").upper()
+
+    @property
+    def data(self) -> str:
+        """The embedded task or the data set, or nothing where no file tells."""
+        return str(self.setting("data", "task") or self.setting("data", "path") or "")
+
+    def setting(self, section: str, key: str) -> Any:
+        """One value of the resolved configuration, or None."""
+        part = self.config.get(section)
+        return part.get(key) if isinstance(part, dict) else None
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """The (step, value) points of one metric, without the steps where it was missing or not finite."""
         return [(r["step"], float(r[name])) for r in self.metrics if isinstance(r.get(name), (int, float))]
@@ -124,12 +139,26 @@ def load_run(run_dir: Path) -> RunFiles:
         name=run_dir.resolve().name,
         config=_mapping(config_text, yaml.safe_load, yaml.YAMLError),
         config_text=config_text,
-        metrics=sorted(read_lines(run_dir / METRICS), key=lambda record: record["step"]),
+        metrics=_one_measure(sorted(read_lines(run_dir / METRICS), key=lambda record: record["step"])),
         first_samples=first,
         last_samples=last,
         summary=_mapping(_text(run_dir / SUMMARY), json.loads, ValueError),
         crash=_text(run_dir / CRASH),
     )
+
+
+def _one_measure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Graded scores that happen to be all 0 or 1 look like an accuracy: in a run with others, they are a reward too."""
+    if not any("eval/reward" in record for record in metrics):
+        return metrics
+    return [
+        {
+            "eval/reward" if name == "eval/accuracy" else name: value
+            for name, value in record.items()
+            if name != "reward/accuracy"
+        }
+        for record in metrics
+    ]
 
 
 def _text(path: Path) -> str:

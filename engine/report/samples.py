@@ -40,8 +40,11 @@ def _text(value: Any) -> str:
 
 
 def _reward(row: Row) -> str:
-    """The reward, and below it its parts, the advantage, and whether the response was cut by the length limit."""
-    notes = [f"{name} {_show(value)}" for name, value in _parts(row)]
+    """The reward, and below it its parts, the advantage, and whether the response was cut by the length limit.
+
+    Names are shown with spaces for underscores: a narrow column can break between words only.
+    """
+    notes = [f"{str(name).replace('_', ' ')} {_show(value)}" for name, value in _parts(row)]
     if row.get("advantage") is not None:
         notes.append(f"advantage {_show(row['advantage'])}")
     if row.get("finish_reason") is not None:
@@ -64,4 +67,4 @@ def _parts(row: Row) -> list[tuple[str, Any]]:
 
 
 def _show(value: Any) -> str:
-    return number(value) if isinstance(value, (int, float)) else "not finite" if value is None else str(value)
+    return number(value) if isinstance(value, float) else "not finite" if value is None else str(value)

@@ -49,14 +49,15 @@ svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation 
 .sides h3 { margin-bottom: 8px; }
 table { width: 100%; border-collapse: separate; border-spacing: 0; table-layout: fixed; background: var(--card);
   border: 1px solid var(--line); border-radius: 10px; font-size: 13px; }
-th { text-align: left; font-weight: 600; color: var(--soft); }
+th { text-align: left; font-weight: 600; color: var(--soft); overflow-wrap: normal; }
 th, td { padding: 8px 12px; vertical-align: top; border-bottom: 1px solid var(--line); }
 tr:last-child > td { border-bottom: 0; }
-th:last-child { width: 104px; }
+th:last-child { width: 136px; }
 td > pre { max-height: 180px; }
 pre { margin: 0; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 td b { display: block; font-size: 15px; }
+td b, td span { overflow-wrap: break-word; }
 details.box { padding: 10px 14px; margin-top: 12px; }
 summary { cursor: pointer; font-weight: 600; }
 details pre, details .charts { margin-top: 10px; }

@@ -122,8 +122,9 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrained
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():  # models that call functional dropout keep its rate as a number
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

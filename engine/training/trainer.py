@@ -60,14 +60,12 @@ class Trainer:
         value: models.Value | None,
     ) -> None:
         self.config, self.world = config, world
-        steps = config.optimizer_steps
-        value_rate = config.ppo.value_learning_rate
-        self.policy = zero.build(policy, config, learning_rate=config.train.learning_rate, total_steps=steps)
+        steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
+        self._rates = {"policy": config.train.learning_rate}
+        self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
+        self.policy = zero.build(policy, config, learning_rate=self._rates["policy"], total_steps=steps)
         self.value: DeepSpeedEngine | None = value and zero.build(
-            value,
-            config,
-            learning_rate=config.train.learning_rate if value_rate is None else value_rate,
-            total_steps=steps,
+            value, config, learning_rate=self._rates["value"], total_steps=steps
         )
         self.reference: DeepSpeedEngine | None = reference and zero.prepare_deepspeed(reference, config)
         self._head_options = {
@@ -80,6 +78,11 @@ class Trainer:
     def engines(self) -> dict[str, DeepSpeedEngine]:
         """The engines with state to save, by name."""
         return {"policy": self.policy} | ({"value": self.value} if self.value else {})
+
+    def apply_settings(self) -> None:
+        """Puts the configuration's learning rates and optimizer settings in place of a loaded checkpoint's."""
+        for name, engine in self.engines.items():
+            zero.apply_settings(engine, self.config, self._rates[name])
 
     def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample]) -> Tensor:
         """[T] fp32 log-probabilities, in nats, of every response token under a policy at the sampling temperature."""

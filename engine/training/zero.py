@@ -15,6 +15,8 @@ from torch import nn
 from engine.config import Config
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# On a CPU DeepSpeed would first compile a shared-memory all-reduce, for half a minute and more; gloo does without.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
@@ -50,6 +52,22 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
         settings["gradient_clipping"] = train.max_grad_norm
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     return engine
+
+
+def apply_settings(engine: DeepSpeedEngine, config: Config, learning_rate: float) -> None:
+    """Gives an engine that was loaded from a checkpoint the learning rate and AdamW settings of this configuration."""
+    scheduler, train = engine.lr_scheduler, config.train
+    scheduler.base_lrs = [learning_rate] * len(scheduler.base_lrs)
+    rate = learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
+    scheduler._last_lr = [rate] * len(scheduler.base_lrs)
+    for group in engine.optimizer.param_groups:
+        group.update(
+            lr=rate,
+            initial_lr=learning_rate,
+            betas=train.adam_betas,
+            eps=train.adam_eps,
+            weight_decay=train.weight_decay,
+        )
 
 
 def _clip_and_measure(optimizer: torch.optim.Optimizer, max_norm: float) -> None:

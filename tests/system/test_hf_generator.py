@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -89,3 +91,25 @@ def test_new_weights_take_effect_and_partial_ones_are_refused(tiny_model: str) -
     after = generator.generate(requests(), SAMPLING)
     assert generator.version == 1
     assert [r.token_ids for r in before] != [r.token_ids for r in after]
+
+
+def test_the_model_s_own_generation_settings_do_not_count(tiny_model: str, tmp_path: Path) -> None:
+    """A repetition penalty or top-k in generation_config.json would make the log-probabilities another policy's."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.update(repetition_penalty=1.5, top_k=2, do_sample=True, no_repeat_ngram_size=1)
+    model.save_pretrained(tmp_path)
+    plain, penalised = (
+        HFGenerator(str(path), dtype=torch.float32, device=torch.device("cpu"), max_batch=64).generate(
+            requests(), SAMPLING
+        )
+        for path in (tiny_model, tmp_path)
+    )
+    assert [r.token_ids for r in plain] == [r.token_ids for r in penalised]
+
+
+def test_diverged_weights_are_named(tiny_model: str) -> None:
+    generator = HFGenerator(tiny_model, dtype=torch.float32, device=torch.device("cpu"), max_batch=64)
+    with torch.no_grad():
+        generator._model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="diverged"):
+        generator.generate(requests(), SAMPLING)

@@ -35,7 +35,7 @@ def check_folder(run: Path, count: int) -> dict:
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())
     summary = json.loads((run / "summary.json").read_text())
-    for key in ("algo", "seed", "episodes", "accuracy_before", "accuracy_after", "seconds", "tokens_per_second"):
+    for key in ("algo", "seed", "episodes", "reward_before", "reward_after", "seconds", "tokens_per_second"):
         assert summary[key] is not None, key
     assert summary["steps"] == count and summary["peak_memory_gib"] > 0
     assert {"torch", "deepspeed", "transformers"} <= summary["versions"].keys()
@@ -95,7 +95,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
             if not key.startswith(("time/", "memory/", "tokens_per_second")):
                 assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
     summary = check_folder(parts, 4)
-    assert summary["accuracy_before"] == json.loads((whole / "summary.json").read_text())["accuracy_before"]
+    assert summary["reward_before"] == json.loads((whole / "summary.json").read_text())["reward_before"]
     refused = run_engine(f"--resume {parts}", ok=False)
     assert refused.returncode == 2 and "train.steps" in refused.stderr
 
@@ -140,6 +140,33 @@ def test_a_failing_rank_ends_the_run(tiny_model: str, tmp_path: Path) -> None:
     more = f"--algo rloo --launch.ranks 2 --reward.function {tmp_path}/bad.py:reward"
     result = run_engine(short(tiny_model, tmp_path, "c") + more, ok=False, timeout=120)
     assert "rank one fails" in result.stderr
+
+
+def test_resume_takes_new_settings_and_refuses_other_runs(tiny_model: str, tmp_path: Path) -> None:
+    """A new learning rate and KL coefficient hold; another algorithm, stage or precision is refused in one line."""
+    run = tmp_path / "r"
+    run_engine(short(tiny_model, tmp_path, "r") + "--algo ppo --train.steps 1 --kl.coef 0.01")
+    config = (run / "config.yaml").read_text()
+    for change in ("--algo rloo", "--train.zero_stage 2", "--model.dtype bfloat16", "--seed 1", "--launch.ranks 2"):
+        refused = run_engine(f"--resume {run} --train.steps 2 {change}", ok=False)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+        assert (run / "config.yaml").read_text() == config
+    more = "--train.steps 2 --train.schedule constant --train.learning_rate 7e-6 --ppo.value_learning_rate 3e-6"
+    run_engine(f"--resume {run} {more} --kl.coef 0.3")
+    last = steps(run)[-1]
+    assert (last["step"], last["kl/coef"]) == (2, 0.3)
+    assert (last["policy/lr"], last["value/lr"]) == (pytest.approx(7e-6), pytest.approx(3e-6))
+    # Killed after its last checkpoint and before its end: resuming finishes it.
+    (run / "summary.json").unlink()
+    run_engine(f"--resume {run}")
+    assert json.loads((run / "summary.json").read_text())["reward_after"] is not None
+
+
+def test_user_mistakes_found_late_are_one_line_too(tiny_model: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "1+2="}) + "\n")
+    more = f"--data.task null --data.path {tmp_path}/p.jsonl --algo rloo"
+    result = run_engine(short(tiny_model, tmp_path, "m") + more, ok=False)
+    assert result.returncode == 2 and "no column 'prompt'" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -190,6 +190,17 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_dropout_is_off_however_a_model_keeps_it(tmp_path: Path, world: World) -> None:
+    """OPT calls functional dropout with a number; two passes in training mode must agree."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    shape = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 15}
+    OPTForCausalLM(OPTConfig(dropout=0.5, word_embed_proj_dim=32, **shape)).save_pretrained(tmp_path)
+    policy = models.load_policy(str(tmp_path)).train()
+    (micro,) = microbatches(gradients.batch(), range(gradients.EPISODES), 1000, world)
+    assert torch.equal(policy(micro), policy(micro))
+
+
 def test_missing_head_weights_are_an_error(tiny_model: str, tmp_path: Path) -> None:
     from engine.config import ConfigError
 

@@ -153,6 +153,13 @@ def test_adaptive_kl(kl: float, factor: float) -> None:
     assert kl_control.adapted(0.5, kl, target=6.0, horizon=1000, episodes=100) == pytest.approx(0.5 * factor)
 
 
+def test_adaptive_kl_stays_positive() -> None:
+    coef = 0.1
+    for _ in range(50):
+        coef = kl_control.adapted(coef, 0.0, target=6.0, horizon=1, episodes=10_000)
+    assert 0 < coef < 0.1
+
+
 def test_learning_rate_schedule_counts_optimizer_steps() -> None:
     from engine.training.zero import learning_rate_factor
 

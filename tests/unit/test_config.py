@@ -45,6 +45,10 @@ BAD = {
     "no policy steps": (["--ppo.value_warmup_steps", "500", "--train.steps", "500"], "ppo.value_warmup_steps"),
     "reward function": (["--reward.function", "nofunction"], "reward.function"),
     "tensor parallel with hf": (["--generation.tensor_parallel", "2"], "generation.tensor_parallel"),
+    "half precision on a CPU": (["--model.dtype", "float16", "--launch.device", "cpu"], "float16"),
+    "name that leaves the folder": (["--name", "../up"], "name = '../up'"),
+    "output that cannot be": (["--output_dir", "/dev/null/x"], "output_dir"),
+    "environment": (["--env", "{'A=B': 1}"], "env"),
     "resume without run": (["--resume", "./nowhere"], "./nowhere"),
 }
 

@@ -102,3 +102,21 @@ def test_tokenizer_is_of_the_class_its_folder_names(tmp_path: Path) -> None:
     addition.tokenizer().save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
     assert data.load_tokenizer(str(tmp_path)).encode("1+2=") == [1, 4, 13, 5, 14]
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    """JSON strings may hold other line separators, and a file a byte order mark."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        "\ufeff" + json.dumps({"prompt": "1+2=", "note": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", "utf-8"
+    )
+    loaded, _, _ = data.load(Config.model_validate({"data": {"path": str(path)}}), addition.tokenizer())
+    assert loaded[0].columns["note"] == "a\u2028b\u0085c"
+
+
+@pytest.mark.parametrize("content", [b"\xe9\xff", b"{not json", b"[1]"])
+def test_unreadable_files_are_configuration_errors(tmp_path: Path, content: bytes) -> None:
+    for name in ("p.jsonl", "p.parquet"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            data.load(Config.model_validate({"data": {"path": str(tmp_path / name)}}), addition.tokenizer())

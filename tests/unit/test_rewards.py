@@ -75,3 +75,26 @@ def test_function_from_a_file(tmp_path: Path) -> None:
         load(f"{tmp_path}/mine.py:whisper")
     with pytest.raises(ConfigError, match="no_such_module"):
         load("no_such_module:f")
+
+
+@pytest.mark.parametrize("returned", [None, [None, 1.0], 1.0, [[1.0], [2.0]], ["a", "b"]])
+def test_what_is_no_list_of_numbers_is_named(returned: object) -> None:
+    with pytest.raises(rewards.RewardError, match="one number a response"):
+        rewards.score(samples("SS"), lambda **_: returned, Config())  # type: ignore[arg-type,return-value]
+
+
+def test_numpy_and_torch_scores_are_fine() -> None:
+    import numpy as np
+    import torch
+
+    for scores in (np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), (True, 2)):
+        batch = samples("SS")
+        rewards.score(batch, lambda scores=scores, **_: scores, Config())
+        assert [s.reward for s in batch] == [1.0, 2.0]
+
+
+def test_a_column_cannot_take_an_argument_s_name() -> None:
+    batch = samples("S")
+    batch[0].columns["completions"] = "x"
+    with pytest.raises(rewards.RewardError, match="'completions'"):
+        rewards.score(batch, lambda **_: [1.0], Config())

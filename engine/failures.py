@@ -1,0 +1,123 @@
+"""The end of a run that was stopped or that failed: SIGTERM, and which rank's error is the one to show.
+
+One failing rank takes the others down with it: they see a closed connection, or the launcher's SIGTERM. So a rank other
+than 0 leaves its own error as a file in the run folder, and rank 0, or the launcher, reports that one.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from engine.report import records
+from engine.report.html import write_report
+
+PATIENCE = 3.0
+"""Seconds rank 0 waits for another rank's file: that rank writes it first and then closes its connections, but the run
+folder may lie on a network file system."""
+
+_ending = False
+
+
+class RankFailed(RuntimeError):
+    """Another rank's error, as rank 0 reports it."""
+
+
+def stop_on_sigterm() -> None:
+    """Makes SIGTERM (timeout, docker stop, Slurm) end this process like Ctrl-C, with a report."""
+    global _ending
+    _ending = False
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    global _ending
+    if not _ending:
+        _ending = True
+        raise KeyboardInterrupt("SIGTERM")
+
+
+def status(error: KeyboardInterrupt) -> int:
+    """The exit status after Ctrl-C or SIGTERM, as a shell gives it."""
+    return 128 + (signal.SIGTERM if "SIGTERM" in error.args else signal.SIGINT)
+
+
+def clear(run_dir: Path, rank: int) -> None:
+    """Forgets the error this rank left before the run was resumed. Each does it itself: none can remove a new one."""
+    _file(run_dir, rank).unlink(missing_ok=True)
+
+
+def leave(run_dir: Path, rank: int, error: Exception) -> None:
+    """Writes this rank's error for rank 0 and the launcher, unless it only follows from another rank's."""
+    if not _lost_connection(error):
+        run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
+        what = "".join(traceback.format_exception_only(error)).strip()
+        text = f"{what}\n\n{''.join(traceback.format_exception(error))}"
+        records.write_atomically(_file(run_dir, rank), text)
+
+
+def cause(run_dir: Path, error: BaseException) -> BaseException:
+    """What rank 0 reports: another rank's error where its own only follows from that, else its own.
+
+    From here on SIGTERM no longer interrupts: the launcher sends it when a rank has failed, and the report is due.
+    """
+    global _ending
+    _ending = True
+    if not isinstance(error, KeyboardInterrupt) and not _lost_connection(error):
+        return error
+    # The launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file.
+    deadline = time.monotonic() + (0 if isinstance(error, KeyboardInterrupt) else PATIENCE)
+    while (found := _left(run_dir)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if found is None:
+        return error
+    rank, what = found
+    return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
+
+
+def tell(run_dir: Path | None, rank: int, what: str) -> None:
+    """The launcher's last word: the rank that failed, why, and the report, which it writes if rank 0 could not.
+
+    Args:
+        run_dir: None if the ranks failed before they had one.
+        rank: the first rank that ended with an error, as far as the launcher can tell.
+        what: what it knows about that end, for instance the signal; a file that a rank left says more.
+    """
+    report = ""
+    if run_dir is not None:
+        crash = records.load_run(run_dir).crash
+        if (found := _left(run_dir)) is not None:
+            rank, what = found
+        elif rank == 0 and crash:
+            what = crash.partition("\nAfter step ")[0]
+        # A killed rank leaves no file: rank 0 took the launcher's SIGTERM for a stop, or was itself the one killed.
+        if not crash or crash.startswith("KeyboardInterrupt"):
+            records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
+            write_report(run_dir)
+        report = f"; the run so far: {run_dir / records.REPORT}"
+    print(f"error: rank {rank} failed: {what}{report}", file=sys.stderr)
+
+
+def _file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"crash-rank-{rank}.txt"
+
+
+def _left(run_dir: Path) -> tuple[int, str] | None:
+    """The first error a rank left, and the rank."""
+    for path in sorted(run_dir.glob("crash-rank-*.txt"), key=lambda path: path.stat().st_mtime_ns):
+        rank = re.fullmatch(r"crash-rank-(\d+)\.txt", path.name)
+        if rank:
+            return int(rank[1]), path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    return None
+
+
+def _lost_connection(error: BaseException) -> bool:
+    """True for the error of a collective whose other side is gone or silent; gloo has no class of its own for it."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -1,0 +1,157 @@
+"""How runs end that are stopped, killed, or failed by one rank: who dies, with what status, and what is left to read."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.helpers import ROOT, run_engine, steps
+from tests.system.test_runs import short
+
+ENDLESS = "--algo rloo --train.steps 100000 --eval.prompts 8 --rollout.max_response_tokens 4 "
+
+
+def until(true: Callable[[], object], seconds: float) -> bool:
+    """Waits for something to become true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if true():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def alive(pid: int) -> bool:
+    """True for a process that runs; a zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one."""
+    try:
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [one for child in children for one in (child, *descendants(child))]
+
+
+def rank_of(pid: int) -> str | None:
+    """A process's RANK in its environment."""
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if entry.startswith(b"RANK="):
+            return entry[5:].decode()
+    return None
+
+
+class Running:
+    """An engine that has finished its first step, and every process below it."""
+
+    def __init__(self, arguments: str, run: Path) -> None:
+        self.run = run
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine.run", *shlex.split(arguments)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        trains = until(lambda: self._steps() or self.process.poll() is not None, 60)
+        self.below = descendants(self.process.pid)
+        assert trains and self.process.poll() is None, self.end(0)
+
+    def _steps(self) -> list[dict]:
+        return steps(self.run) if (self.run / "metrics.jsonl").exists() else []
+
+    def end(self, seconds: float) -> str:
+        """Waits for the end of everything and gives the output; kills what is left, and fails for it."""
+        everything = [self.process.pid, *self.below]
+        in_time = until(lambda: not any(alive(pid) for pid in everything), seconds)
+        for pid in everything:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        output = self.process.communicate()[0]
+        assert in_time or not seconds, f"something still ran after {seconds} s\n{output[-3000:]}"
+        return output
+
+
+@pytest.fixture
+def start(tiny_model: str, tmp_path: Path) -> Iterator[Callable[[str], Running]]:
+    """Starts engines that would train for hours, and leaves none behind."""
+    started: list[Running] = []
+
+    def starting(arguments: str) -> Running:
+        started.append(Running(short(tiny_model, tmp_path, "r") + ENDLESS + arguments, tmp_path / "r"))
+        return started[-1]
+
+    yield starting
+    for one in started:
+        for pid in [one.process.pid, *one.below]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def check_stopped(running: Running, output: str) -> None:
+    """A run stopped by hand has its report and says so."""
+    assert (running.run / "crash.txt").read_text().startswith("KeyboardInterrupt")
+    assert "was stopped by hand" in (running.run / "report.html").read_text()
+    assert "Stopped after step" in output and "interrupted" in output
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_leaves_its_report(start, ranks: int, number: int, status: int) -> None:
+    running = start(f"--launch.ranks {ranks}")
+    assert len(running.below) >= (2 if ranks == 2 else 0)
+    running.process.send_signal(number)
+    output = running.end(20)
+    assert running.process.returncode == status, output
+    check_stopped(running, output)
+
+
+def test_a_killed_launcher_takes_the_ranks_along(start) -> None:
+    running = start("--launch.ranks 2")
+    assert {rank_of(pid) for pid in running.below} >= {"0", "1"}
+    running.process.kill()
+    running.end(10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_is_named(start, rank: int) -> None:
+    """Also where rank 0, which writes the report, is the one: then the launcher writes it."""
+    running = start("--launch.ranks 2")
+    for pid in running.below:
+        if rank_of(pid) == str(rank):
+            os.kill(pid, signal.SIGKILL)
+    output = running.end(10)
+    assert running.process.returncode == 1
+    last = output.strip().splitlines()[-1]
+    assert f"rank {rank} failed" in last and "SIGKILL" in last and "report.html" in last, output
+
+
+def test_rank_one_s_error_is_the_one_reported(tiny_model: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "import os\ndef reward(completions, **_):\n    assert os.environ['RANK'] == '0', 'rank one fails'\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    more = f"--algo rloo --launch.ranks 2 --reward.function {tmp_path}/bad.py:reward"
+    result = run_engine(short(tiny_model, tmp_path, "c") + more, ok=False, timeout=120)
+    run = tmp_path / "c"
+    assert "bad.py" in (run / "crash-rank-1.txt").read_text(), "its traceback"
+    what = (run / "crash.txt").read_text().splitlines()[0]
+    assert "rank 1 failed: " in what and "rank one fails" in what
+    assert "rank one fails" in (run / "report.html").read_text()
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: rank 1 failed: ") and "rank one fails" in last and "report.html" in last
+    assert not (run / "crash-rank-0.txt").exists()
