@@ -80,23 +80,25 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
 
 
-def tell(run_dir: Path | None, rank: int, what: str) -> None:
+def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
     """The launcher's last word: the rank that failed, why, and the report, which it writes if rank 0 could not.
 
     Args:
         run_dir: None if the ranks failed before they had one.
-        rank: the first rank that ended with an error, as far as the launcher can tell.
-        what: what it knows about that end, for instance the signal; a file that a rank left says more.
+        rank: the first rank that ended with an error. Rank 0 ends late, because it writes the report.
+        what: how it ended, as the launcher sees it: a signal or an exit status.
+        killed: True if that was a signal and so no other rank's doing.
     """
     report = ""
     if run_dir is not None:
         crash = records.load_run(run_dir).crash
-        if (found := _left(run_dir)) is not None:
+        stopped = crash.startswith("KeyboardInterrupt")  # what rank 0 takes the launcher's SIGTERM for
+        found = _left(run_dir)
+        if found is not None:
             rank, what = found
-        elif rank == 0 and crash:
-            what = crash.partition("\nAfter step ")[0]
-        # A killed rank leaves no file: rank 0 took the launcher's SIGTERM for a stop, or was itself the one killed.
-        if not crash or crash.startswith("KeyboardInterrupt"):
+        elif crash and not stopped and not killed:
+            rank, what = 0, crash.partition("\nAfter step ")[0]
+        if not crash or stopped or (killed and found is None):
             records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
             write_report(run_dir)
         report = f"; the run so far: {run_dir / records.REPORT}"

@@ -92,9 +92,10 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
             return 128 + stopped.sigval
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
+            killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT  # NCCL aborts when a peer is gone
             what = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
             folder = folder_file.read()
-            failures.tell(Path(folder) if folder else None, rank, what)
+            failures.tell(Path(folder) if folder else None, rank, what, killed)
             return 1
     return 0
 

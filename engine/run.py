@@ -30,12 +30,17 @@ def main(argv: list[str] | None = None) -> int:
         1 when a rank failed; a failure in this process raises.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by the caller: no file opened later may take its place
+        sys.stdout = open(os.devnull, "w")
     if launch.is_rank():
         launch.die_with_launcher()
     try:
         config, options = cli.parse(argv)
         world_size = launch.world_size(config)
         config.check(world_size, launch.device_type(config))
+        if options.print_config:
+            print(cli.dump_yaml(config), end="")
+            return 0
         if config.resume is None:
             _check_new_run(config)
         else:
@@ -44,9 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.print_config:
-        print(cli.dump_yaml(config), end="")
-        return 0
     os.environ.setdefault("DS_ACCELERATOR", launch.device_type(config))  # DeepSpeed reads it when imported
     for message in NOISE:
         warnings.filterwarnings("ignore", message)

@@ -202,7 +202,7 @@ class Session:
             f"tensorboard --logdir {self.run_dir.parent}",
             f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
         ]
-        print(closing_lines(result, self.run_dir, go_on))
+        self._recorder.say_last(closing_lines(result, self.run_dir, go_on))
 
     def _lap(self) -> float:
         """Seconds since the last call, or since training began."""

@@ -36,7 +36,7 @@ def compared(measure: str, before: float, after: float) -> tuple[str, str, str]:
         return percent(before), percent(after), f"{100 * (after - before):+.1f} points"
     size = max(abs(before), abs(after))
     if size == 0 or 0.1 <= size < 1000:
-        # As many decimals for each, so that one can be taken from the other by eye.
+        # As many decimals for each.
         return f"{before:z.2f}", f"{after:z.2f}", f"{after - before:+z.2f}"
     return number(before), number(after), ("+" if after >= before else "-") + number(abs(after - before))
 

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from engine.report import Recorder
-from engine.report.display import PlainDisplay, can_be_live, step_line
+from engine.report.display import PlainDisplay, can_be_live, evaluation_line, make_display, step_line
 from engine.report.format import duration, number, percent, sparkline
 from engine.report.live import LiveDisplay, panel
+from engine.report.output import Output
 from engine.report.progress import Progress, describe
 
 FULL = {
@@ -70,7 +72,7 @@ def test_plain_columns_stay_in_place_when_a_metric_is_missing() -> None:
 def test_plain_output_survives_any_encoding_and_adds_no_escape_codes(tmp_path: Path) -> None:
     raw = io.BytesIO()
     state = progress()
-    display = PlainDisplay(state, io.TextIOWrapper(raw, encoding="ascii"))
+    display = PlainDisplay(state, Output(io.TextIOWrapper(raw, encoding="ascii")))
     display.open()
     display.message("β → 0")
     state.evaluation = (3, {"eval/accuracy": 0.5})
@@ -106,6 +108,62 @@ def test_the_panel_shows_where_the_run_is_at_80_columns() -> None:
     assert "crashed" in drawn(state, 80)[0]
 
 
+def test_graded_rewards_are_shown_where_accuracy_would_be() -> None:
+    state = progress(metrics={"reward/mean": 0.25})
+    state.evaluation = (2, {"eval/reward": 0.5})
+    state.remember({"eval/reward": 0.5})
+    assert evaluation_line(state) == "eval   2/100  reward 0.500"
+    assert any("held-out" in line and "0.500" in line and "step 2" in line for line in drawn(state, 80))
+
+
+class Broken(io.StringIO):
+    def flush(self) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("stream", [None, Broken(), io.TextIOWrapper(io.FileIO("/dev/full", "w"))])
+@pytest.mark.parametrize("live", [False, True, None])
+def test_a_display_without_a_reader_is_silent(stream: io.TextIOBase | None, live: bool | None) -> None:
+    display = make_display(progress(), Output(stream), live)
+    display.open()
+    display.step()
+    display.message("nobody hears this")
+    display.close()
+
+
+RUN = """
+import sys
+sys.modules["torch.utils.tensorboard"] = None  # takes seconds to load
+from pathlib import Path
+from engine.report import Recorder
+recorder = Recorder(Path(sys.argv[1]), header={"algo": "ppo"}, total_steps=300, live=sys.argv[2] == "live" or None)
+for step in range(1, 301):
+    recorder.step(step, {"reward/mean": 0.5})
+recorder.close({"algo": "ppo"})
+recorder.say_last("that was all")
+"""
+
+
+@pytest.mark.parametrize("where", ["| head -1", ">&-", ">/dev/full", "2>&1 | head -1"])
+@pytest.mark.parametrize("live", ["live", "default"])
+def test_a_run_survives_the_loss_of_its_output_and_ends_well(tmp_path: Path, where: str, live: str) -> None:
+    command = f'set -o pipefail; "$0" -c "$1" "$2" {live} {where}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, RUN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 300
+    assert (tmp_path / "summary.json").exists()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_last_words_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(tmp_path, header={}, total_steps=1, live=True)
+    recorder.close()
+    recorder.say_last(f"report {'x' * 200}")
+    assert capsys.readouterr().out.endswith(f"report {'x' * 200}\n"), "a wrapped path cannot be copied"
+
+
 def test_time_left_ignores_the_first_step_and_follows_the_recent_ones() -> None:
     clock = Clock()
     state = Progress(10, {}, clock=clock)
@@ -131,8 +189,8 @@ def test_live_only_where_a_terminal_can_show_it(environment: dict[str, str], enc
         def isatty(self) -> bool:
             return True
 
-    assert can_be_live(Terminal(io.BytesIO(), encoding=encoding), environment) is live
-    assert not can_be_live(io.TextIOWrapper(io.BytesIO(), encoding=encoding), environment)
+    assert can_be_live(Output(Terminal(io.BytesIO(), encoding=encoding)), environment) is live
+    assert not can_be_live(Output(io.TextIOWrapper(io.BytesIO(), encoding=encoding)), environment)
 
 
 def test_log_lines_of_libraries_go_above_the_live_panel_and_their_handlers_come_back() -> None:
@@ -141,7 +199,7 @@ def test_log_lines_of_libraries_go_above_the_live_panel_and_their_handlers_come_
     before = handler.stream
     logger = logging.getLogger("a.library")
     logger.addHandler(handler)
-    display = LiveDisplay(progress(), Console(file=stream, force_terminal=True, width=80))
+    display = LiveDisplay(progress(), Output(stream), Console(file=stream, force_terminal=True, width=80))
     try:
         display.open()
         assert handler.stream is not before

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ import pytest
 
 from engine.report import closing_lines, write_report
 from engine.report.__main__ import main
+from engine.report.figures import title
 from engine.report.html import page
 from engine.report.records import load_run
 from engine.report.svg import Series, line_chart, smooth, stacked_chart, thin, ticks
@@ -110,6 +112,57 @@ def test_pictures_are_drawn_and_the_command_rebuilds_them(tmp_path: Path, capsys
     assert main([str(tmp_path / "nowhere")]) == 1
 
 
+def test_graded_rewards_are_compared_and_drawn_with_the_rewards(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward/mean": 0.25}, {"step": 1, "eval/reward": 0.12}, {"step": 2, "eval/reward": 0.56}]
+    write(tmp_path, "metrics.jsonl", rows)
+    for summary in ({"algo": "ppo", "reward_before": 0.12, "reward_after": 0.56}, {}):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        text = page(load_run(tmp_path))
+        assert "Mean reward, before → after" in text
+        assert "0.12 → 0.56" in text
+        assert "+0.44" in text
+        assert "<title>step 1: train 0.250, held-out 0.120</title>" in text
+        assert "more metrics" not in text
+        assert "ccuracy" not in text.partition("</style>")[2]
+
+
+def test_scores_that_were_all_right_or_wrong_for_a_while_do_not_make_an_accuracy(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "metrics.jsonl",
+        [
+            {"step": 0, "eval/accuracy": 0.0},
+            {"step": 1, "reward/mean": 0.0, "reward/accuracy": 0.0},
+            {"step": 2, "eval/reward": 0.5},
+        ],
+    )
+    run = load_run(tmp_path)
+    assert run.series("eval/reward") == [(0, 0.0), (2, 0.5)]
+    assert not {"eval/accuracy", "reward/accuracy"} & set(run.names())
+    assert "0.00 → 0.50" in page(run)
+
+
+def test_samples_show_whole_numbers_whole_and_names_in_words(tmp_path: Path) -> None:
+    row = {"step": 1, "prompt": "p", "response": "r", "reward": 1.0, "policy_version": 1234, "score": 0.5}
+    write(tmp_path, "samples.jsonl", [row])
+    text = page(load_run(tmp_path))
+    assert "policy version 1234<br>score 0.500" in text
+    assert "<b>1.00</b>" in text
+
+
+def test_the_picture_for_a_readme_says_what_ran(tmp_path: Path) -> None:
+    write(tmp_path, "metrics.jsonl", [{"step": s, "reward/mean": 0.5, "reward/accuracy": 0.5} for s in (1, 2)])
+    (tmp_path / "config.yaml").write_text("algo: rloo\ndata:\n  task: addition")
+    write_report(tmp_path)
+    header = (tmp_path / "curves.png").read_bytes()[16:24]
+    assert struct.unpack(">II", header) == (1200, 420)
+    assert title(load_run(tmp_path)) == "RLOO · addition"
+    (tmp_path / "config.yaml").write_text("algo: rloo\ndata:\n  path: somewhere/prompts.jsonl")
+    assert title(load_run(tmp_path)) == "RLOO · prompts.jsonl"
+    (tmp_path / "config.yaml").unlink()
+    assert title(load_run(tmp_path)) == tmp_path.name
+
+
 @pytest.mark.parametrize(
     "points",
     [
@@ -176,3 +229,20 @@ def test_closing_lines_do_not_dress_up_a_loss_or_invent_an_accuracy(tmp_path: Pa
         {"algo": "ppo", "accuracy_before": 0.5, "accuracy_after": 0.4}, tmp_path, []
     )
     assert "no accuracy was measured" in closing_lines({"algo": "ppo"}, tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (0.12, 0.56, "0.12 -> 0.56 (+0.44)"),
+        (-0.001, -1.5, "0.00 -> -1.50 (-1.50)"),
+        (0.004, 0.006, "0.00400 -> 0.00600 (+0.00200)"),
+        (0.0, 12_345.0, "0 -> 12.3k (+12.3k)"),
+        (None, 0.56, "0.56 at the end; it was not measured before training"),
+    ],
+)
+def test_closing_lines_tell_the_mean_of_graded_rewards(
+    tmp_path: Path, before: float | None, after: float, told: str
+) -> None:
+    summary = {"algo": "ppo", "reward_before": before, "reward_after": after}
+    assert f"PPO: mean reward {told}" in closing_lines(summary, tmp_path, [])
