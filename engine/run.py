@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by the caller: no file opened later may take its place
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if launch.is_rank():
         launch.die_with_launcher()
     try:
