@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
 from algorithms.base import Rollout, global_mean
-from engine import bootstrap, cli, data, distributed, experience, failures, launch, rewards, rollout, state, weights
+from engine import bootstrap, data, distributed, experience, folder, launch, rewards, rollout, state, weights
 from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.generation.base import Generator, Sampling
-from engine.report import records
 from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
 from engine.sample import Sample
@@ -67,11 +65,11 @@ class Session:
         transformers_logging.disable_progress_bar()
         torch.manual_seed(config.seed)
         with distributed.joined(launch.device_type(config), config.launch.timeout_minutes) as world:
-            run_dir = Path(world.broadcast(str(_run_dir(config, config_file)) if world.main else None))
-            with _recording(config, world, run_dir) as recorder:
+            run_dir = Path(world.broadcast(str(folder.locate(config, config_file)) if world.main else None))
+            with folder.recording(config, world, run_dir) as recorder:
                 session = cls(config, world, run_dir, recorder)
                 if world.main:
-                    _write_config(config, run_dir)
+                    folder.write_config(config, run_dir)
                 yield session
                 session.generator.close()
 
@@ -223,70 +221,6 @@ class Session:
             if new_head:
                 self.say(f"The value model starts from {value_path} with a new head, at zero")
         return Trainer(config, self.world, policy=policy, reference=reference, value=value)
-
-
-@contextlib.contextmanager
-def _recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder | None]:
-    """Rank 0's recorder, closed with the run's error if there was one; the others have none and leave it theirs."""
-    failures.clear(run_dir, world.rank)
-    if not world.main:
-        try:
-            yield None
-        except Exception as error:
-            failures.leave(run_dir, world.rank, error)
-            raise
-        return
-    launch.tell_folder(run_dir)
-    if not config.resume:
-        _write_config(config, run_dir)
-    checkpoint = state.newest(run_dir) if config.resume else None
-    recorder = Recorder(
-        run_dir,
-        header={
-            "algo": config.algo,
-            "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
-            "data": config.data.task or config.data.path,
-            "seed": config.seed,
-            "backend": config.generation.backend,
-            "world_size": world.size,
-            "device": str(world.device),
-        },
-        total_steps=config.train.steps,
-        start_step=state.read(checkpoint).step if checkpoint else 0,
-        live=config.live,
-    )
-    try:
-        yield recorder
-    except BaseException as error:
-        cause = failures.cause(run_dir, error)
-        recorder.close(error=cause)
-        if cause is not error:
-            raise cause from error
-        raise
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    """The resolved configuration, which ``--resume`` starts from; the run's own name and place in it."""
-    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
-    records.write_atomically(run_dir / "config.yaml", cli.dump_yaml(resolved))
-
-
-def _run_dir(config: Config, config_file: str | None) -> Path:
-    """The run's folder, made if it is a new run; a default name that is taken gets a number."""
-    if config.resume:
-        return Path(config.resume)
-    if config.name is not None:
-        folder = Path(config.output_dir) / config.name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
-    name = f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-    return folder
 
 
 def _generator(config: Config, path: str, world: World) -> Generator:
