@@ -57,15 +57,19 @@ def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
         options.config = str(Path(given["resume"]) / "config.yaml")
         if not Path(options.config).is_file():
             raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
+        if moved := {"name", "output_dir"} & given.keys():
+            raise ConfigError(f"{moved.pop()}: a resumed run stays in its folder, {given['resume']}")
     elif options.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
         options.config = str(quickstart())
     tree = load_yaml(options.config) if options.config else {}
+    if "resume" in given:
+        tree = _without_place(tree)
     for key, text in given.items():
         _assign(tree, key, _value(key, text))
     config = validate(tree)
     try:
         os.environ.update(config.env)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"env: {error}") from None
     return config, options
 
@@ -99,6 +103,15 @@ def load_yaml(path: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: must be a mapping of sections, not a {type(tree).__name__}")
     return tree
+
+
+def load_run(run_dir: Path) -> Config:
+    """The configuration of a run folder; its name and place are the folder's own, wherever it lies now."""
+    return validate(_without_place(load_yaml(str(run_dir / "config.yaml"))))
+
+
+def _without_place(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key not in ("name", "output_dir")}
 
 
 def dump_yaml(config: Config) -> str:

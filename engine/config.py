@@ -6,6 +6,7 @@ and ``--help``. This module imports no torch, so that a bad configuration fails 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Annotated, Any, Literal
 
@@ -366,6 +367,8 @@ class Config(Section):
         data, reward = self.data, self.reward
         if (data.task is None) == (data.path is None):
             raise ConfigError("give prompts by exactly one of data.task and data.path")
+        if data.task is not None and data.chat_template:
+            raise ConfigError("data.chat_template: the prompts of an embedded task (data.task) are no chat messages")
         if data.task is None and self.model.path is None:
             raise ConfigError(
                 "model.path is missing: only an embedded task (data.task) has a starting model of its own"
@@ -376,6 +379,10 @@ class Config(Section):
             raise ConfigError(f"reward.function '{reward.function}' must read 'module:function' or 'file.py:function'")
         if reward.function is not None and (file := reward.function.split(":")[0]).endswith(".py"):
             _must_exist("reward.function", file)
+        if reward.function is not None and not reward.function.split(":")[0].endswith(".py"):
+            module = reward.function.split(":")[0]
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                raise ConfigError(f"reward.function '{reward.function}': there is no module '{module}' to import")
         for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
             if path is not None and (path.endswith((".jsonl", ".parquet")) or path.startswith((".", "/"))):
                 _must_exist(key, path)
@@ -421,6 +428,12 @@ class Config(Section):
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.train.steps * self.train.epochs_per_batch * self.train.minibatches_per_batch
+
+    @property
+    def policy_optimizer_steps(self) -> int:
+        """Optimizer steps of the policy: none in the value model's warm-up."""
+        warmup = self.ppo.value_warmup_steps if self.algo == "ppo" else 0
+        return self.optimizer_steps * (self.train.steps - warmup) // self.train.steps
 
     def arithmetic(self, world_size: int) -> str:
         """The batch vocabulary of this run, as a person would check it."""

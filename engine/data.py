@@ -33,7 +33,7 @@ class PromptStream:
 
     def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool = True) -> None:
         if not prompts:
-            raise ConfigError("there is no prompt to train on")
+            raise ConfigError("no prompt is left to train on: data is empty, or rollout.max_prompt_tokens is too small")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._order: tuple[int, list[int]] = (-1, [])
         self.cursor = 0

@@ -64,10 +64,12 @@ def leave(run_dir: Path, rank: int, error: Exception) -> None:
 def cause(run_dir: Path, error: BaseException) -> BaseException:
     """What rank 0 reports: another rank's error where its own only follows from that, else its own.
 
-    From here on SIGTERM no longer interrupts: the launcher sends it when a rank has failed, and the report is due.
+    From here on neither SIGTERM, which the launcher sends when a rank has failed, nor Ctrl-C interrupts: the report is
+    due.
     """
     global _ending
     _ending = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not isinstance(error, KeyboardInterrupt) and not _lost_connection(error):
         return error
     # The launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -66,7 +67,8 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
         argv: the arguments of ``engine.run``.
 
     Returns:
-        0 if every rank ended well, 1 if one failed, 128 and the signal's number if a signal ended the run.
+        0 if every rank ended well, 1 if one failed, 2 for a configuration that cannot work, 128 and the signal's number
+        if a signal ended the run.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ[LAUNCHER] = str(os.getpid())
@@ -74,6 +76,7 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it, in one line
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -92,6 +95,8 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
             return 128 + stopped.sigval
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
+            if failure.exitcode == 2:  # a configuration that cannot work; the rank has said so
+                return 2
             killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT  # NCCL aborts when a peer is gone
             what = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
             folder = folder_file.read()

@@ -55,7 +55,7 @@ def score(samples: Sequence[Sample], function: RewardFunction, config: Config) -
     """
     if not samples:
         return
-    names = {name for sample in samples for name in sample.columns} - {"prompt"}
+    names = {name for sample in samples for name in sample.columns} - {config.data.prompt_column}
     columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
     arguments = {
         "prompts": [sample.prompt_text for sample in samples],

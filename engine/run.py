@@ -17,7 +17,8 @@ NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "data.task", "data.path",
-    "data.shuffle", "train.zero_stage",
+    "data.split", "data.shuffle", "data.prompt_column", "data.chat_template", "rollout.max_prompt_tokens",
+    "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 
@@ -88,7 +89,7 @@ def _check_resumed_run(config: Config, world_size: int) -> None:
     checkpoint = state.newest(folder)
     if checkpoint is None:
         raise ConfigError(f"resume: {folder} has no checkpoint (save.every_steps writes them); start anew")
-    before = dict(cli.flat(cli.validate(cli.load_yaml(str(folder / "config.yaml")))))
+    before = dict(cli.flat(cli.load_run(folder)))
     for key, value in cli.flat(config):
         if key in FIXED and value != before[key]:
             raise ConfigError(f"resume: {key} is {before[key]} in {folder} and cannot become {value}")

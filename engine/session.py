@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
 from algorithms.base import Rollout, global_mean
-from engine import bootstrap, data, distributed, experience, folder, launch, rewards, rollout, state, weights
+from engine import bootstrap, cli, data, distributed, experience, folder, launch, rewards, rollout, state, weights
 from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.generation.base import Generator, Sampling
@@ -50,7 +50,9 @@ class Session:
         self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=world.size)
         if config.resume and (checkpoint := state.newest(run_dir)):
             self.state = state.load(checkpoint, self.trainer, world)
-            if config.kl.target is None:
+            if (
+                cli.load_run(run_dir).kl != config.kl
+            ):  # new settings: what the controller had reached is of the old ones
                 self.state.kl_coef = config.kl.coef
             self.say(f"Resumed from {checkpoint}")
         self._prompts.cursor = self.state.cursor

@@ -63,7 +63,9 @@ class Trainer:
         steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
         self._rates = {"policy": config.train.learning_rate}
         self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
-        self.policy = zero.build(policy, config, learning_rate=self._rates["policy"], total_steps=steps)
+        self.policy = zero.build(
+            policy, config, learning_rate=self._rates["policy"], total_steps=config.policy_optimizer_steps
+        )
         self.value: DeepSpeedEngine | None = value and zero.build(
             value, config, learning_rate=self._rates["value"], total_steps=steps
         )

@@ -137,26 +137,29 @@ def test_resume_takes_new_settings_and_refuses_other_runs(tiny_model: str, tmp_p
     run = tmp_path / "r"
     run_engine(short(tiny_model, tmp_path, "r") + "--algo ppo --train.steps 1 --kl.coef 0.01")
     config = (run / "config.yaml").read_text()
-    for change in ("--algo rloo", "--train.zero_stage 2", "--model.dtype bfloat16", "--seed 1", "--launch.ranks 2"):
+    others = ("--algo rloo", "--train.zero_stage 2", "--model.dtype bfloat16", "--seed 1", "--launch.ranks 2")
+    for change in (*others, "--data.split other", "--train.minibatches_per_batch 2", "--name other"):
         refused = run_engine(f"--resume {run} --train.steps 2 {change}", ok=False)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
         assert (run / "config.yaml").read_text() == config
     more = "--train.steps 2 --train.schedule constant --train.learning_rate 7e-6 --ppo.value_learning_rate 3e-6"
-    run_engine(f"--resume {run} {more} --kl.coef 0.3")
+    run = run.rename(tmp_path / "moved, with a comma")
+    run_engine(f"--resume '{run}' {more} --kl.coef 0.3 --kl.target 5")
     last = steps(run)[-1]
     assert (last["step"], last["kl/coef"]) == (2, 0.3)
     assert (last["policy/lr"], last["value/lr"]) == (pytest.approx(7e-6), pytest.approx(3e-6))
     # Killed after its last checkpoint and before its end: resuming finishes it.
     (run / "summary.json").unlink()
-    run_engine(f"--resume {run}")
+    run_engine(f"--resume '{run}'")
     assert json.loads((run / "summary.json").read_text())["reward_after"] is not None
 
 
 def test_user_mistakes_found_late_are_one_line_too(tiny_model: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "1+2="}) + "\n")
     more = f"--data.task null --data.path {tmp_path}/p.jsonl --algo rloo"
-    result = run_engine(short(tiny_model, tmp_path, "m") + more, ok=False)
-    assert result.returncode == 2 and "no column 'prompt'" in result.stderr and "Traceback" not in result.stderr
+    for ranks in (1, 2):
+        result = run_engine(short(tiny_model, tmp_path, f"m{ranks}") + more + f" --launch.ranks {ranks}", ok=False)
+        assert result.returncode == 2 and "no column 'prompt'" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -49,6 +49,9 @@ BAD = {
     "name that leaves the folder": (["--name", "../up"], "name = '../up'"),
     "output that cannot be": (["--output_dir", "/dev/null/x"], "output_dir"),
     "environment": (["--env", "{'A=B': 1}"], "env"),
+    "chat template for a task": (["--data.chat_template", "true"], "data.chat_template"),
+    "reward module": (["--reward.function", "no_such_module:f"], "no_such_module"),
+    "empty variable": (["--env", "{'': 1}"], "env"),
     "resume without run": (["--resume", "./nowhere"], "./nowhere"),
 }
 

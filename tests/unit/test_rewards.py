@@ -77,6 +77,15 @@ def test_function_from_a_file(tmp_path: Path) -> None:
         load("no_such_module:f")
 
 
+def test_only_the_prompt_column_is_left_out() -> None:
+    seen = {}
+    batch = samples("S")
+    batch[0].columns = {"question": "q", "prompt": "another column"}
+    config = Config.model_validate({"data": {"prompt_column": "question"}})
+    rewards.score(batch, lambda **arguments: [seen.update(arguments) or 1.0], config)
+    assert seen["prompt"] == ["another column"] and "question" not in seen
+
+
 @pytest.mark.parametrize("returned", [None, [None, 1.0], 1.0, [[1.0], [2.0]], ["a", "b"]])
 def test_what_is_no_list_of_numbers_is_named(returned: object) -> None:
     with pytest.raises(rewards.RewardError, match="one number a response"):
