@@ -36,7 +36,16 @@ BAD = {
     "one sample for rloo": (["--algo", "rloo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
     "two prompt sources": (["--data.path", "x.jsonl"], "data.task and data.path"),
     "missing prompts": (
-        ["--data.task", "null", "--data.path", "./nowhere.jsonl", "--model.path", "x", "--reward.function", "m:f"],
+        [
+            "--data.task",
+            "null",
+            "--data.path",
+            "./nowhere.jsonl",
+            "--model.path",
+            "x",
+            "--reward.function",
+            "math:sqrt",
+        ],
         "./nowhere.jsonl",
     ),
     "missing model": (["--model.path", "./nowhere"], "model.path: there is no './nowhere'"),
