@@ -105,10 +105,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
 
 def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: tuple[int, ...], step: int) -> float:
     """Greedy accuracy on the first 512 held-out problems; every rank computes the same."""
-    generator.sleep()
-    generator.wake()
-    generator.load_weights(weights.full_weights(trainer.policy), step)
-    generator.start()
+    generator.renew(weights.full_weights(trainer.policy), step)
     problems = addition.problems("held_out")[:512]
     prompts = [rollout.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
     sampling = Sampling(addition.MAX_RESPONSE_TOKENS, 0.0, stops)

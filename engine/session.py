@@ -109,11 +109,7 @@ class Session:
 
     def hand_over(self) -> None:
         """Gives the trainer's current weights to the sampler."""
-        if self.generator.state == "ready":
-            self.generator.sleep()
-        self.generator.wake()
-        self.generator.load_weights(weights.full_weights(self.trainer.policy), self.state.version)
-        self.generator.start()
+        self.generator.renew(weights.full_weights(self.trainer.policy), self.state.version)
 
     def finish_step(self, samples: list[Sample], batch: Rollout, metrics: dict[str, float]) -> None:
         """Advances the state and records the step."""

@@ -103,6 +103,14 @@ class Generator(ABC):
         self._start()
         self.state = "ready"
 
+    def renew(self, weights: NamedTensors, version: int) -> None:
+        """The whole hand-over, from ``ready`` or ``asleep`` to ``ready`` with these weights."""
+        if self.state == "ready":
+            self.sleep()
+        self.wake()
+        self.load_weights(weights, version)
+        self.start()
+
     def _expect(self, call: str, state: State) -> None:
         if self.state != state:
             raise WrongStateError(f"{call}() needs the sampler in state '{state}', it is '{self.state}'")

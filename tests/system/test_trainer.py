@@ -135,8 +135,8 @@ def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: Wor
     objective = experience.objective(got.config, rollout, 0.0, world)
     tokens = {"old_logprobs": old, "sampler_logprobs": old}
     metrics = got.update(samples, tokens, objective, order_seed="0")
-    assert metrics["policy/log_ratio_abs"] < 1e-5  # fp32 rounding of differently shaped products
-    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/log_ratio_abs"] < 5e-6  # fp32 rounding of differently shaped products
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=5e-6)
     assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
     assert metrics["policy/grad_norm"] > 0
 

@@ -69,6 +69,16 @@ def test_cannot_start_without_weights() -> None:
     assert (generator.state, generator.version) == ("ready", 7)
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+def test_renewal_is_the_whole_cycle(asleep: bool) -> None:
+    generator = Recorder()
+    if asleep:
+        generator.sleep()
+    generator.renew([], 3)
+    assert generator.ran == ["sleep", "wake", "load", "start"]
+    assert (generator.state, generator.version) == ("ready", 3)
+
+
 def test_a_failed_load_cannot_be_started() -> None:
     generator = Recorder()
     generator.sleep()
