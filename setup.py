@@ -13,11 +13,11 @@ else:
     from pybind11.setup_helpers import ParallelCompile
 
     ParallelCompile(default=2).install()
-    sources = ["binding", "gae", "product", "softmax"]
+    sources = ["backward", "binding", "exponentials", "gae", "product", "scan"]
     cpu = CppExtension(
         "kernels._cpu",
         [f"csrc/cpu/{name}.cpp" for name in sources],
-        depends=["csrc/cpu/kernels.h", "csrc/cpu/vector.h"],
+        depends=["csrc/cpu/kernels.h", "csrc/cpu/product.h", "csrc/cpu/vector.h"],
         # at::parallel_for is a header: without OpenMP here it compiles to one thread, silently. Vectors are passed
         # only between inlined functions, so their ABI does not matter.
         extra_compile_args=["-O3", "-g0", "-fopenmp", "-Wno-psabi"],

@@ -1,63 +1,208 @@
-"""Backend "cpu": the passes over a chunk's logits in C++ (csrc/cpu), threaded by ATen and vectorised."""
+"""Backend "cpu": an anchored softmax in C++ (csrc/cpu), threaded by ATen and vectorised.
 
-from functools import cache
+With a guess ``a`` of each row's logsumexp, one product whose tiles become E = exp(z − a) while they are in cache gives
+the row's sums, and E for the gradient; no logit is stored. What a loss asks for is a factor of a whole row, so it goes
+to the small operands: dX = factor·(Eᵀ·W) and dW = E·(factor·X), with E ``[V, n]``.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
 from kernels import _cpu
-from kernels.head import Head, RowGradients, Statistics, product_dtype
-from kernels.head import linear_logits as cast_linear_logits
+from kernels.head import Gradients, Needs, Problem, RowGradients, Statistics, product_dtype
+from kernels.logits import weight_blocks
+
+REACH = math.exp(40.0)
+"""A row whose Σ exp(z − a) is further from 1 is scanned again with its maximum: fp32 would lose its small terms."""
+FARTHEST_ANCHOR = 1e4
+"""Further from zero, z − a would lose what there is of z."""
+PREFERRED_BYTES = 0.75
+"""Of E for each logit of the call: several chunks cost little, and an eighth of what eager torch takes is more."""
+PREFERRED_ROWS = range(64, 2048)
+"""Fewer rows cost more reading and writing dW than multiplying; more save nothing."""
+ROUNDED_SUMS = 3
+"""So many chunks add up dW in its own dtype, which adds at most 15 % to its error; more add it up in fp32."""
 
 
-def bytes_per_row(hidden: Tensor, head: Head) -> int:
-    """fp32 logits, their gradient, and fp32 copies of the row of hidden and of its gradient."""
-    vocabulary, width = head.weight.shape
-    return (4 + product_dtype(hidden.dtype).itemsize) * vocabulary + 8 * width
+def round_up(rows: int) -> int:
+    """To whole vectors of rows, at least one: E has as many columns."""
+    return max(1, -(-rows // _cpu.ROW_MULTIPLE)) * _cpu.ROW_MULTIPLE
 
 
-def scan(hidden: Tensor, head: Head, targets: Tensor, logits: Tensor) -> Statistics:
-    """See :class:`kernels.head.Backend`."""
-    linear_logits(hidden, head.weight, logits)
-    bias = None if head.bias is None else head.bias.detach().float().contiguous()
-    return Statistics(
-        *_cpu.statistics(logits, bias, targets.contiguous(), head.inverse_temperature.contiguous(), head.softcap or 0.0)
-    )
+class CpuScanner:
+    """A :class:`kernels.head.Scanner` that keeps exp(z − anchor) of a chunk."""
+
+    def __init__(self, problem: Problem, workspace: float, needs: Needs) -> None:
+        self.problem, self.needs = problem, needs
+        self.dtype = product_dtype(problem.hidden.dtype)
+        self.gradients = HeadGradients(problem, needs, self.dtype)
+        vocabulary, width = problem.head.weight.shape
+        row_bytes = vocabulary // 40 + 24 * width  # the vocabulary's sums stripe by stripe; copies of hidden and dX
+        if any(needs):
+            row_bytes += vocabulary * self.dtype.itemsize * 9 // 8  # E, and the threads' sums of dX
+        self.chunk_rows = max(1, int(workspace) // row_bytes // _cpu.ROW_MULTIPLE) * _cpu.ROW_MULTIPLE
+        self.preferred_rows = self._preferred_rows() if any(needs) else self.chunk_rows
+        # Columns of E; the first belong to live rows of earlier chunks, whose products wait for one another.
+        self.storage = problem.hidden.new_empty(vocabulary, 0, dtype=self.dtype)
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def scan(self, rows: slice) -> Statistics:
+        valid = self.problem.valid[rows]
+        self.exponentials = self._columns(len(valid)) if any(self.needs) else None
+        self.anchor = self._guess(rows)
+        found = self._scan(rows, None)
+        in_reach = (found[3] > 1 / REACH) & (found[3] < REACH)
+        off = (valid & ~in_reach).nonzero().squeeze(1)
+        if len(off):
+            self.anchor[off] = found[4, off].nan_to_num(neginf=0)
+            found[:, off] = self._scan(rows, off)
+        self.logprobs, self.entropy, self.others, self.inverse_total, _ = found
+        return Statistics(*(torch.where(valid, value, 0.0) for value in (self.logprobs, self.entropy)))
+
+    def begin(self, chunks: int) -> None:
+        self.gradients.begin(chunks)
+
+    def backward(self, rows: slice, grads: RowGradients) -> None:
+        alive = grads.dlogprob != 0
+        if grads.dentropy is not None:
+            alive |= grads.dentropy != 0
+        live = alive.nonzero().squeeze(1)
+        if len(live):
+            self.waiting.append((live + rows.start, self._bind(rows, live, grads)))
+
+    def finish(self) -> Gradients:
+        self._multiply_waiting()
+        return self.gradients.finish()
+
+    def _preferred_rows(self) -> int:
+        """Rows of a chunk if every row is its own; as few chunks as PREFERRED_BYTES allows, about evenly full."""
+        rows = len(self.problem.hidden)
+        most = round_up(int(PREFERRED_BYTES * rows / self.dtype.itemsize))
+        most = min(self.chunk_rows, max(PREFERRED_ROWS.start, min(most, PREFERRED_ROWS.stop)))
+        return round_up(-(-rows // max(1, -(-rows // most))))
+
+    def _guess(self, rows: slice) -> Tensor:
+        """A guess of logsumexp(z): at worst the target's logit, which as good as is one where the target is likely."""
+        problem = self.problem
+        if problem.anchor is not None:
+            guess = problem.anchor[rows].clone()
+        else:
+            head, targets = problem.head, problem.targets[rows]
+            logit = torch.bmm(problem.hidden[rows, None], head.weight[targets, :, None]).flatten().float()
+            if head.bias is not None:
+                logit += head.bias[targets]
+            if head.softcap is not None:
+                logit = (logit / head.softcap).tanh_().mul_(head.softcap)
+            guess = logit.mul_(head.inverse_temperature[rows])
+            if problem.logprob_guess is not None:
+                guess -= problem.logprob_guess[rows].nan_to_num(posinf=0, neginf=0)
+        return guess.nan_to_num_(neginf=0).clamp_(-FARTHEST_ANCHOR, FARTHEST_ANCHOR)
+
+    def _columns(self, rows: int) -> Tensor:
+        """Room for the E of so many rows, padding included, behind those that wait."""
+        size = round_up(rows)
+        if self._waiting_rows() + size > self.storage.shape[1]:
+            self._multiply_waiting()
+        if size > self.storage.shape[1]:
+            words = len(self.storage)
+            self.storage = self.storage.new_empty(words, 0)  # frees the smaller one first
+            self.storage = self.storage.new_empty(words, size)
+        start = self._waiting_rows()
+        return self.storage[:, start : start + size]
+
+    def _waiting_rows(self) -> int:
+        return sum(len(rows) for rows, _ in self.waiting)
+
+    def _multiply_waiting(self) -> None:
+        count = self._waiting_rows()
+        if count % 2:
+            self.storage[:, count] = 0  # _cpu.add_product reads pairs
+        if count:
+            rows, factors = map(torch.cat, zip(*self.waiting, strict=True))
+            self.waiting = []
+            self.gradients.add(rows, self.storage[:, :count], factors)
+
+    def _scan(self, rows: slice, some: Tensor | None) -> Tensor:
+        """The five statistics of ``_cpu.scan``, ``[5, n]``, of a chunk or of some of its rows."""
+        hidden, head, targets = self.problem.hidden[rows], self.problem.head, self.problem.targets[rows]
+        scale, anchor = head.inverse_temperature[rows], self.anchor
+        if some is not None:
+            hidden, targets, scale, anchor = (one.index_select(0, some) for one in (hidden, targets, scale, anchor))
+        columns = None if self.exponentials is None else some
+        return _cpu.scan(
+            hidden, head.weight, head.bias, scale, head.softcap or 0.0, targets, anchor, self.exponentials, columns
+        )
+
+    def _bind(self, rows: slice, live: Tensor, grads: RowGradients) -> Tensor:
+        """Make E that of the live rows alone, the target's in, and give each row's factor: dz = factor·E."""
+        assert self.exponentials is not None
+        dentropy = torch.zeros_like(grads.dlogprob) if grads.dentropy is None else grads.dentropy
+        head, targets = self.problem.head, self.problem.targets[rows]
+        chunk = [targets, head.inverse_temperature[rows], grads.dlogprob, dentropy, self.anchor, self.logprobs]
+        chunk += [self.entropy, self.others, self.inverse_total]
+        if len(live) < len(targets):
+            _cpu.compact(self.exponentials, live)
+            chunk = [one.index_select(0, live) for one in chunk]
+        targets, scale, dlogprob, dentropy, anchor, logprobs, entropy, others, inverse_total = chunk
+        exponentials, factor = self.exponentials[:, : len(live)], -scale * inverse_total
+        if head.softcap is None and not dentropy.any():
+            factor, own = factor * dlogprob, -others
+        else:
+            _cpu.reshape(exponentials, dlogprob, dentropy, entropy, inverse_total, anchor, scale, head.softcap or 0.0)
+            total = logprobs.exp() / inverse_total
+            own = torch.where(total > 0, dentropy * total * (logprobs + entropy), 0.0) - dlogprob * others
+            if head.softcap is not None:
+                own *= 1 - ((anchor + total.log()) / (scale * head.softcap)).square()
+        # 1 − p without a difference; and as p → 1 the target's is the whole gradient, so its rounding is made good.
+        rounded = own.to(self.dtype)
+        exponentials[targets, torch.arange(len(live))] = rounded
+        return torch.where(rounded != 0, factor * (own / rounded), factor)
 
 
-def dlogits(
-    logits: Tensor, head: Head, targets: Tensor, rows: Tensor, statistics: Statistics, grads: RowGradients
-) -> Tensor:
-    """See :class:`kernels.head.Backend`. In place where every row is live and nothing is rounded."""
-    dtype = product_dtype(head.weight.dtype)
-    in_place = dtype == torch.float32 and len(rows) == len(logits)
-    out = logits if in_place else logits.new_empty(len(rows), logits.shape[1], dtype=dtype)
-    _cpu.dlogits(
-        logits,
-        targets.contiguous(),
-        rows,
-        [value.contiguous() for value in statistics],
-        [value.contiguous() for value in grads],
-        head.inverse_temperature.contiguous(),
-        head.softcap or 0.0,
-        out,
-    )
-    return out
+class HeadGradients:
+    """Gradients by hidden, weight and bias, summed over chunks; each is made only where asked for."""
+
+    def __init__(self, problem: Problem, needs: Needs, dtype: torch.dtype) -> None:
+        self.problem, self.needs, self.dtype = problem, needs, dtype
+
+    def begin(self, chunks: int) -> None:
+        hidden, weight = self.problem.hidden, self.problem.head.weight
+        self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if self.needs[0] else None
+        self.dweight: Tensor | None = None  # a first chunk's product needs no zeros to be added to
+        self.dbias = weight.new_zeros(len(weight), dtype=torch.float32) if self.needs[2] else None
+        self.sum_dtype = self.dtype if chunks <= ROUNDED_SUMS else torch.float32
+
+    def add(self, rows: Tensor, exponentials: Tensor, factor: Tensor) -> None:
+        """Add the share of some rows, given dz = factor·exponentials."""
+        if self.dhidden is not None:
+            dhidden = _cpu.transposed_product(exponentials, self.problem.head.weight) * factor[:, None]
+            self.dhidden.index_copy_(0, rows, dhidden.to(self.dhidden.dtype))
+        if self.needs[1]:
+            hidden = (self.problem.hidden.index_select(0, rows) * factor[:, None]).to(self.dtype)
+            add = self.dweight is not None
+            self.dweight = self._new_dweight() if self.dweight is None else self.dweight
+            _cpu.add_product(exponentials, hidden, self.dweight, add)
+        if self.dbias is not None:
+            for words, block in weight_blocks(exponentials, torch.float32):
+                self.dbias[words] += block @ factor
+
+    def finish(self) -> Gradients:
+        weight, bias = self.problem.head.weight, self.problem.head.bias
+        dweight = dbias = None
+        if self.needs[1]:
+            dweight = (self._new_dweight().zero_() if self.dweight is None else self.dweight).to(weight.dtype)
+        if self.dbias is not None and bias is not None:
+            dbias = self.dbias.to(bias.dtype)
+        return self.dhidden, dweight, dbias
+
+    def _new_dweight(self) -> Tensor:
+        weight = self.problem.head.weight
+        return weight.new_empty(weight.shape, dtype=self.sum_dtype)
 
 
-def linear_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = hidden·weightᵀ in fp32: bf16 operands as they are where the CPU can, else converted in blocks."""
-    packs = weight.dtype == torch.bfloat16 and weight.stride(1) == 1 and weight.shape[1] % 2 == 0
-    if packs and has_bfloat16_products():
-        _cpu.linear_logits(hidden.contiguous(), weight, out)
-    else:
-        cast_linear_logits(hidden, weight, out)
-
-
-@cache
-def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bf16 into fp32."""
-    return _cpu.has_linear_logits()
+make_scanner = CpuScanner
 
 
 def gae(

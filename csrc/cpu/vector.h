@@ -2,6 +2,8 @@
 // the module is loaded, so that a wheel built on one machine runs on another.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -25,26 +27,41 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 TANDEM_INLINE Vec splat(float value) { return Vec{} + value; }
 
-// The lanes at `source`, the ones past `count` filled.
-TANDEM_INLINE Vec load(const float* source, int64_t count, float fill) {
-  Vec value = splat(fill);
-  if (count >= kLanes) {
-    std::memcpy(&value, source, sizeof(value));
-  } else {
-    std::memcpy(&value, source, count * sizeof(float));
-  }
+TANDEM_INLINE Vec from_bits(IntVec bits) {
+  Vec value;
+  std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-template <typename T, typename V>
-TANDEM_INLINE void store(T* target, int64_t count, V value) {
-  if (count >= kLanes) {
-    std::memcpy(target, &value, sizeof(value));
-  } else {
-    std::memcpy(target, &value, count * sizeof(T));
-  }
+TANDEM_INLINE IntVec to_bits(Vec value) {
+  IntVec bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
 
+TANDEM_INLINE Vec load(const float* source) {
+  Vec value;
+  std::memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+TANDEM_INLINE Vec load(const at::BFloat16* source) {
+  HalfVec value;
+  std::memcpy(&value, source, sizeof(value));
+  return from_bits(__builtin_convertvector(value, IntVec) << 16);
+}
+
+TANDEM_INLINE void store(float* target, Vec value) { std::memcpy(target, &value, sizeof(value)); }
+
+// Rounded, ties to even.
+TANDEM_INLINE void store(at::BFloat16* target, Vec value) {
+  const IntVec bits = to_bits(value);
+  const IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const HalfVec result = __builtin_convertvector(value == value ? rounded : IntVec{} + 0x7fc0, HalfVec);
+  std::memcpy(target, &result, sizeof(result));
+}
+
+// The second where one is NaN.
 TANDEM_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 TANDEM_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 
@@ -55,20 +72,17 @@ TANDEM_INLINE float sum(Vec value) {
   return value[0];
 }
 
-TANDEM_INLINE float largest(Vec value) {
-  float result = value[0];
-  for (int64_t lane = 1; lane < kLanes; ++lane) result = value[lane] > result ? value[lane] : result;
-  return result;
-}
+constexpr float kExpFloor = -87.33654f;
+constexpr float kExpCeiling = 88.0f;
 
-// e^x for x up to 88, within 2 ulp: x = n·ln 2 + r, a Taylor polynomial of r, and n put into the exponent. Exactly 0
-// where the result would not be a normal number (and for -inf); NaN stays NaN.
+// e^x within 2 ulp: x = n·ln 2 + r, a Taylor polynomial of r, and n put into the exponent. Exactly 0 where the result
+// would not be a normal number (and for -inf), e^88 from there on; NaN stays NaN.
 TANDEM_INLINE Vec exp(Vec x) {
-  constexpr float kLowest = -87.33654f;
   constexpr float kRound = 12582912.0f;  // 1.5·2^23: adding it leaves the nearest integer in the low bits
-  const Vec shifted = maximum(x, splat(kLowest)) * 1.44269504f + kRound;
+  const Vec bounded = minimum(splat(kExpCeiling), maximum(splat(kExpFloor), x));
+  const Vec shifted = bounded * 1.44269504f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  const Vec r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
   Vec p = splat(1.0f / 5040);
   p = p * r + 1.0f / 720;
   p = p * r + 1.0f / 120;
@@ -77,26 +91,30 @@ TANDEM_INLINE Vec exp(Vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  IntVec bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
-  bits = (bits << 23) + 0x3f800000;  // the low bits of `shifted` are n: everything above leaves at the top
-  Vec scale;
-  std::memcpy(&scale, &bits, sizeof(scale));
-  return x < kLowest ? splat(0) : p * scale;
+  // The low bits of `shifted` are n: everything above leaves at the top.
+  const Vec scale = from_bits((to_bits(shifted) << 23) + 0x3f800000);
+  return x < kExpFloor ? splat(0) : p * scale;
+}
+
+// log x of a normal number within 2 ulp: x = 2^n·(1 + f) with 1 + f from √½ to √2, and log(1 + f) from s = f/(2 + f),
+// whose odd powers it is twice the sum of.
+TANDEM_INLINE Vec log(Vec x) {
+  constexpr int32_t kRootHalf = 0x3f3504f3;
+  const IntVec shifted = to_bits(x) - kRootHalf;
+  const Vec n = __builtin_convertvector(shifted >> 23, Vec);
+  const Vec f = from_bits((shifted & 0x7fffff) + kRootHalf) - 1.0f;
+  const Vec s = f / (f + 2.0f), s2 = s * s;
+  Vec p = splat(2.0f / 9);
+  p = p * s2 + 2.0f / 7;
+  p = p * s2 + 2.0f / 5;
+  p = p * s2 + 2.0f / 3;
+  return n * 0.693359375f + (n * -2.12194440e-4f + (s + s + s * s2 * p));
 }
 
 TANDEM_INLINE Vec tanh(Vec x) {
   const Vec bounded = minimum(maximum(x, splat(-10)), splat(10));  // tanh is ±1 in fp32 from there on
   const Vec result = 1.0f - 2.0f / (exp(bounded + bounded) + 1.0f);
   return x == x ? result : x;
-}
-
-// To bf16, ties to even.
-TANDEM_INLINE HalfVec to_bfloat16(Vec value) {
-  IntVec bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(value == value ? rounded : IntVec{} + 0x7fc0, HalfVec);
 }
 
 }  // namespace tandem
