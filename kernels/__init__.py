@@ -9,13 +9,25 @@ from typing import Any
 
 _HOME = {
     "PolicyLossOutput": "kernels.api",
+    "PreferenceLossOutput": "kernels.api",
     "gae": "kernels.api",
+    "linear_kl": "kernels.api",
     "linear_logprob": "kernels.api",
     "linear_policy_loss": "kernels.api",
+    "linear_preference_loss": "kernels.api",
     "reference": "kernels.reference",
 }
 
-__all__ = ["PolicyLossOutput", "gae", "linear_logprob", "linear_policy_loss", "reference"]
+__all__ = [
+    "PolicyLossOutput",
+    "PreferenceLossOutput",
+    "gae",
+    "linear_kl",
+    "linear_logprob",
+    "linear_policy_loss",
+    "linear_preference_loss",
+    "reference",
+]
 
 
 def __getattr__(name: str) -> Any:

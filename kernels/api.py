@@ -5,10 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.checks import Checker, check_gae, check_head, check_policy
-from kernels.chunked import LinearLogprob, LinearPolicyLoss
-from kernels.coefficients import PolicySpec, Rows
-from kernels.dispatch import resolve
+from kernels import loss_ops, ops
+from kernels.checks import (
+    DIRECTIONS,
+    Checker,
+    check_gae,
+    check_head,
+    check_policy,
+    check_preference,
+    check_settings,
+    check_weight,
+)
+from kernels.coefficients import PolicySpec
+from kernels.preference import PreferenceSpec
 
 GIB = 1 << 30
 
@@ -28,6 +37,23 @@ class PolicyLossOutput(NamedTuple):
     """bool ``[T]``: the clipped branch of the loss was the smaller one."""
     clamped: Tensor
     """bool ``[T]``: a log-ratio that went into exp lay outside ±20."""
+
+
+class PreferenceLossOutput(NamedTuple):
+    """What :func:`linear_preference_loss` gives. Only ``loss`` has a gradient; ignored rows hold 0."""
+
+    loss: Tensor
+    """fp32 scalar, Σ pair_weights · loss."""
+    logprobs: Tensor
+    """fp32 ``[T]``, of the policy being trained, nats."""
+    chosen_rewards: Tensor
+    """fp32 ``[pairs]``, β·Σ(new − ref) over the chosen response."""
+    rejected_rewards: Tensor
+    """fp32 ``[pairs]``, the same over the rejected response."""
+    margins: Tensor
+    """fp32 ``[pairs]``, chosen − rejected reward; above 0 the pair is told apart rightly."""
+    entropy: Tensor
+    """fp32 ``[T]``, nats."""
 
 
 def linear_logprob(
@@ -61,7 +87,7 @@ def linear_logprob(
         softcap: z ↦ softcap · tanh(z / softcap), before the temperature.
         ignore_index: rows with this target give 0 and take no gradient.
         workspace_gib: bound on scratch memory, GiB (at least one row of logits; 64 MiB without gradients).
-        backend: ``"reference"`` or ``"cpu"``; None chooses by device.
+        backend: ``"triton"`` (GPU), ``"cpu"`` or ``"reference"``; None chooses by device.
 
     Returns:
         fp32 ``[T]`` in nats, or (log-probabilities, entropies).
@@ -72,13 +98,13 @@ def linear_logprob(
         RuntimeError: the backend asked for is not built.
     """
     check = Checker("linear_logprob")
-    check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib)
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
     if anchor is not None:
         check.row("anchor", anchor, len(hidden), hidden.device)
-    module = resolve("linear_logprob", hidden.device, backend)
-    logprobs, entropy = LinearLogprob.apply(
-        module, workspace_gib * GIB, softcap, hidden, weight, bias, targets, targets != ignore_index,
-        _inverse_temperature(hidden, temperature),
+        anchor = anchor.detach()
+    logprobs, entropy = ops.linear_logprob(
+        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), anchor, softcap, ignore_index,
+        workspace_gib * GIB, backend,
     )  # fmt: skip
     return (logprobs, entropy) if return_entropy else logprobs
 
@@ -102,6 +128,7 @@ def linear_policy_loss(
     is_cap: float | None = None,
     cu_seqlens: Tensor | None = None,
     ratio: str = "token",
+    dual_clip: float | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
@@ -130,8 +157,11 @@ def linear_policy_loss(
         kl_estimator: ``"k1"`` (with the gradient of the true KL), ``"k2"`` or ``"k3"``.
         entropy_coef: weight of the entropy bonus.
         is_cap: multiply policy and KL terms, not the entropy bonus, by min(exp(old − behaviour), is_cap).
-        cu_seqlens: ``[sequences + 1]`` int32 or int64, bounds of the sequences in rows of ``hidden``.
+        cu_seqlens: ``[sequences + 1]`` int32 or int64, bounds of the sequences in rows of ``hidden``; on the CPU or
+            hidden's device, where sequence ratios with a gradient read it back, once.
         ratio: ``"token"``, or ``"sequence"`` for the ratios of whole sequences (needs ``cu_seqlens``).
+        dual_clip: None, or above 1: with ``"clip"``, the loss of a row with a negative advantage A stops at
+            −dual_clip·A, however large its ratio.
 
     Returns:
         PolicyLossOutput: the loss and detached per-row metrics.
@@ -140,23 +170,119 @@ def linear_policy_loss(
         ValueError, TypeError, RuntimeError: as :func:`linear_logprob`; RuntimeError also for a second backward pass.
     """
     check = Checker("linear_policy_loss")
-    check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib)
-    spec = PolicySpec(loss, clip_low, clip_high, kl_coef, kl_estimator, entropy_coef, is_cap, ratio)
-    valid = targets != ignore_index
-    rows = Rows(valid, token_weights, advantages, old_logprobs, ref_logprobs, behaviour_logprobs, lengths=None)
-    check_policy(check, spec, rows, cu_seqlens)
-    module = resolve("linear_policy_loss", hidden.device, backend)
-
-    lengths = cu_seqlens.diff().long() if cu_seqlens is not None and ratio == "sequence" else None
-    constants = Rows._make(None if value is None else value.detach().float() for value in rows)
-    rows = constants._replace(valid=valid, lengths=lengths)
-    wanted = [value is not None and value.requires_grad for value in (hidden, weight, bias)]
-    needs = tuple(torch.is_grad_enabled() and want for want in wanted)
-    outputs = LinearPolicyLoss.apply(
-        module, workspace_gib * GIB, softcap, hidden, weight, bias, targets, _inverse_temperature(hidden, temperature),
-        spec, rows, needs,
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
+    spec = PolicySpec(loss, clip_low, clip_high, kl_coef, kl_estimator, entropy_coef, is_cap, ratio, dual_clip)
+    data = (token_weights, advantages, old_logprobs, ref_logprobs, behaviour_logprobs)
+    check_policy(check, spec, len(hidden), hidden.device, *data, cu_seqlens)
+    constants = (None if one is None else one.detach() for one in data)
+    outputs = loss_ops.linear_policy_loss(
+        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), *constants, cu_seqlens, *spec,
+        softcap, ignore_index, _needs(hidden, weight, bias), workspace_gib * GIB, backend,
     )  # fmt: skip
-    return PolicyLossOutput(*outputs)
+    return PolicyLossOutput(*outputs[:-1])
+
+
+def linear_preference_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    ref_logprobs: Tensor,
+    pair_weights: Tensor,
+    loss: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    workspace_gib: float = 1.25,
+    backend: str | None = None,
+) -> PreferenceLossOutput:
+    """Σ over pairs of pair_weights · loss of the DPO family, with its gradients made during the forward pass.
+
+    The formulas, with their sources, are in :func:`kernels.preference.pair_coefficients`; log-probabilities are summed
+    over a response. Pairs without weight, and ignored rows, take no part in the gradient's products. A pair whose rows
+    do not fit the workspace makes all rows be scanned twice. The backward pass only multiplies by the upstream scalar,
+    in place, and so runs once.
+
+    Args:
+        hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib, backend: as in
+            :func:`linear_logprob`. Differentiable in hidden, weight and bias.
+        cu_seqlens: ``[2·pairs + 1]`` int32 or int64, bounds in rows of ``hidden`` of the responses chosen, rejected,
+            chosen, rejected, …; a response may be empty. Chunks are planned from it on the host: on the CPU that costs
+            nothing, on hidden's device the call reads it back once.
+        ref_logprobs: ``[T]``, of the reference policy; a constant.
+        pair_weights: ``[pairs]``.
+        loss: ``"sigmoid"`` (DPO), ``"ipo"`` or ``"hinge"``.
+        beta: β, above 0.
+        label_smoothing: ε, the share of labels taken to be wrong (cDPO), 0 to below 0.5; with ``"sigmoid"`` only.
+
+    Returns:
+        PreferenceLossOutput: the loss and detached metrics.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear_policy_loss`; cu_seqlens' values are always checked.
+    """
+    check = Checker("linear_preference_loss")
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
+    spec = PreferenceSpec(loss, beta, label_smoothing)
+    check_preference(check, spec, len(hidden), hidden.device, cu_seqlens, ref_logprobs, pair_weights)
+    total, logprobs, entropy, chosen, rejected, _ = loss_ops.linear_preference_loss(
+        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), cu_seqlens, ref_logprobs.detach(),
+        pair_weights.detach(), *spec, softcap, ignore_index, _needs(hidden, weight, bias), workspace_gib * GIB, backend,
+    )  # fmt: skip
+    return PreferenceLossOutput(total, logprobs, chosen, rejected, chosen - rejected, entropy)
+
+
+def linear_kl(
+    hidden_p: Tensor,
+    weight_p: Tensor,
+    hidden_q: Tensor,
+    weight_q: Tensor,
+    *,
+    direction: str = "reverse",
+    bias_p: Tensor | None = None,
+    bias_q: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    workspace_gib: float = 1.25,
+    backend: str | None = None,
+) -> Tensor:
+    """Exact KL divergence between two heads' distributions over the whole vocabulary, row by row.
+
+    The logits of both exist a chunk of rows at a time. Differentiable in p's hidden, weight and bias for any upstream
+    gradient; q is a constant. The backward pass makes the logits again. A token that p excludes (logit −inf) counts
+    nothing; one that the first distribution allows and the second excludes makes the row infinite, without a gradient
+    worth having.
+
+    Args:
+        hidden_p, weight_p, bias_p: ``[T, H]``, ``[V, H]`` and ``[V]``, as in :func:`linear_logprob`.
+        hidden_q, weight_q, bias_q: the same of the other model, whose width and dtype may differ, on the same device.
+        direction: ``"reverse"`` for KL(p‖q), ``"forward"`` for KL(q‖p).
+        temperature, softcap: as in :func:`linear_logprob`, for both.
+        workspace_gib, backend: as in :func:`linear_logprob`.
+
+    Returns:
+        fp32 ``[T]``, nats, at least 0.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear_logprob`.
+    """
+    check = Checker("linear_kl")
+    check_weight(check, "_p", hidden_p, weight_p, bias_p)
+    check_weight(check, "_q", hidden_q, weight_q, bias_q, len(weight_p))
+    fits = len(hidden_q) == len(hidden_p) and hidden_q.device == hidden_p.device
+    check.require(fits, "hidden_q", hidden_q, "[{}, H] on {} like hidden_p", len(hidden_p), hidden_p.device)
+    check.choice("direction", direction, DIRECTIONS)
+    check_settings(check, hidden_p, temperature, softcap, workspace_gib)
+    bias_q = None if bias_q is None else bias_q.detach()
+    divergence, _, _ = ops.linear_kl(
+        hidden_p, weight_p, bias_p, hidden_q.detach(), weight_q.detach(), bias_q,
+        _inverse_temperature(hidden_p, temperature), softcap, direction, workspace_gib * GIB, backend,
+    )  # fmt: skip
+    return divergence
 
 
 def gae(
@@ -175,7 +301,8 @@ def gae(
 
     Args:
         rewards, values: ``[T]`` fp32, one sequence after another.
-        cu_seqlens: ``[sequences + 1]`` int32 or int64, the sequences' bounds; empty sequences are fine.
+        cu_seqlens: ``[sequences + 1]`` int32 or int64, the sequences' bounds, on rewards' device or the CPU; empty
+            sequences are fine.
         gamma, lam: γ and λ, 0 to 1.
         bootstrap: ``[sequences]`` fp32, the value after each sequence's last token; zeros if None.
         backend: as in :func:`linear_logprob`.
@@ -187,9 +314,8 @@ def gae(
         ValueError, TypeError, RuntimeError: as :func:`linear_logprob`.
     """
     check_gae(rewards, values, cu_seqlens, gamma, lam, bootstrap)
-    module = resolve("gae", rewards.device, backend)
-    with torch.no_grad():
-        return module.gae(rewards, values, cu_seqlens, gamma, lam, bootstrap)
+    bootstrap = None if bootstrap is None else bootstrap.detach()
+    return ops.gae(rewards.detach(), values.detach(), cu_seqlens, gamma, lam, bootstrap, backend)
 
 
 def _inverse_temperature(hidden: Tensor, temperature: float | Tensor) -> Tensor:
@@ -197,3 +323,8 @@ def _inverse_temperature(hidden: Tensor, temperature: float | Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         return temperature.detach().float().reciprocal()
     return torch.full((len(hidden),), 1 / temperature, dtype=torch.float32, device=hidden.device)
+
+
+def _needs(*inputs: Tensor | None) -> list[bool]:
+    """Which gradients a loss has to make in its forward pass."""
+    return [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]

@@ -1,44 +1,62 @@
-"""Illegal input raises here, before any work, naming the argument, its shape and what was expected."""
+"""Illegal input raises here, before any work, naming the argument, its shape and what was expected.
+
+Shapes, dtypes and devices are checked where a call is made, and while torch.compile traces it: a message is formatted
+only where it is raised, as reading a size into a string would tie the graph to it. Values of tensors are checked by
+:func:`check_values` and :func:`read_bounds` inside the ops.
+"""
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.coefficients import KL_ESTIMATORS, LOSSES, RATIOS, PolicySpec, Rows
+from kernels.coefficients import KL_ESTIMATORS, LOSSES, RATIOS, PolicySpec
+from kernels.preference import PREFERENCE_LOSSES, PreferenceSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
+DIRECTIONS = ("reverse", "forward")
 
 
 def describe(value: object) -> str:
     """A tensor by shape, dtype and device, anything else by its repr."""
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+        return f"{list(value.shape)} {short(value.dtype)} on {value.device}"
     return repr(value)
 
 
+def short(dtype: torch.dtype) -> str:
+    """A dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Checker:
-    """Raises for one function's arguments in one wording."""
+    """Raises for one function's arguments in one wording. ``expected`` is a format for ``parts``."""
 
     def __init__(self, function: str) -> None:
         self.function = function
 
-    def require(self, condition: bool, name: str, value: object, expected: str) -> None:
+    def require(self, condition: bool, name: str, value: object, expected: str, *parts: object) -> None:
         if not condition:
-            raise ValueError(f"{self.function}: {name} is {describe(value)}, expected {expected}")
+            raise ValueError(f"{self.function}: {name} is {describe(value)}, expected {expected.format(*parts)}")
 
-    def tensor(self, name: str, value: object, expected: str, dims: int) -> Tensor:
+    def tensor(self, name: str, value: object, dims: int, expected: str, *parts: object) -> None:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{self.function}: {name} is {describe(value)}, expected a tensor {expected}")
-        self.require(value.dim() == dims, name, value, expected)
-        return value
+            message = f"{self.function}: {name} is {describe(value)}, expected a tensor {expected.format(*parts)}"
+            raise TypeError(message)
+        self.require(value.dim() == dims, name, value, expected, *parts)
 
-    def row(self, name: str, value: object, count: int, device: torch.device) -> None:
+    def row(self, name: str, value: Tensor, count: int, device: torch.device) -> None:
         """A floating tensor with one element a row."""
-        expected = f"[{count}] floating on {device}"
-        tensor = self.tensor(name, value, expected, 1)
-        fits = len(tensor) == count and tensor.is_floating_point() and tensor.device == device
-        self.require(fits, name, value, expected)
+        expected = ("[{}] floating on {}", count, device)
+        self.tensor(name, value, 1, *expected)
+        fits = len(value) == count and value.is_floating_point() and value.device == device
+        self.require(fits, name, value, *expected)
+
+    def needed(self, name: str, value: object, expected: str, reason: str) -> None:
+        """An optional argument that something else asks for."""
+        self.require(value is not None, name, value, expected + " (needed by " + reason + ")")
 
     def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
         self.require(value in allowed, name, value, "one of " + ", ".join(map(repr, allowed)))
@@ -47,19 +65,53 @@ class Checker:
         fits = isinstance(value, (int, float)) and (value > minimum if strict else value >= minimum)
         self.require(fits, name, value, expected)
 
-    def bounds(self, name: str, value: object, count: int, device: torch.device) -> None:
-        """cu_seqlens: sequence bounds from 0 to the row count."""
-        expected = f"[sequences + 1] int32 or int64 on {device}, rising from 0 to the {count} rows"
-        tensor = self.tensor(name, value, expected, 1)
-        fits = len(tensor) > 0 and tensor.dtype in (torch.int32, torch.int64) and tensor.device == device
-        if fits and reads_values(device):
-            fits = bool((tensor[0] == 0) & (tensor[-1] == count) & (tensor.diff() >= 0).all())
-        self.require(fits, name, value, expected)
+    def bounds(self, name: str, value: Tensor, device: torch.device) -> None:
+        """cu_seqlens: sequence bounds. On the CPU they cost no read-back, on the rows' device perhaps one."""
+        expected = ("[sequences + 1] int32 or int64 on {} or the CPU", device)
+        self.tensor(name, value, 1, *expected)
+        fits = len(value) > 0 and value.dtype in INDICES and value.device in (device, torch.device("cpu"))
+        self.require(fits, name, value, *expected)
 
 
 def reads_values(device: torch.device) -> bool:
     """Whether values are checked: on a GPU reading them back stalls the queue, so only under TANDEM_DEBUG=1."""
     return device.type == "cpu" or os.environ.get("TANDEM_DEBUG") == "1"
+
+
+def check_weight(
+    check: Checker, side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int | None = None
+) -> None:
+    """Check a head; ``side`` is what its arguments' names end in."""
+    names = ", ".join(map(short, DTYPES))
+    check.tensor("hidden" + side, hidden, 2, "[T, H] of " + names)
+    check.require(hidden.dtype in DTYPES, "hidden" + side, hidden, "[T, H] of " + names)
+    width, like_hidden = hidden.shape[1], short(hidden.dtype) + " on {} like hidden" + side
+
+    size = "V at least 2" if vocabulary is None else "V like weight_p"
+    expected = ("[V, {}] " + like_hidden + ", " + size, width, hidden.device)
+    check.tensor("weight" + side, weight, 2, *expected)
+    fits = weight.shape[1] == width and len(weight) >= 2 and vocabulary in (None, len(weight))
+    check.require(
+        fits and weight.dtype == hidden.dtype and weight.device == hidden.device, "weight" + side, weight, *expected
+    )
+    if bias is not None:
+        expected = ("[{}] float32 or " + like_hidden, len(weight), hidden.device)
+        check.tensor("bias" + side, bias, 1, *expected)
+        fits = len(bias) == len(weight) and bias.dtype in (torch.float32, hidden.dtype) and bias.device == hidden.device
+        check.require(fits, "bias" + side, bias, *expected)
+
+
+def check_settings(
+    check: Checker, hidden: Tensor, temperature: float | Tensor, softcap: float | None, workspace_gib: float
+) -> None:
+    """Check what shapes the logits of any head, and the workspace."""
+    if isinstance(temperature, Tensor):
+        check.row("temperature", temperature, len(hidden), hidden.device)
+    else:
+        check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 0, strict=True)
+    if softcap is not None:
+        check.number("softcap", softcap, "None or a number above 0", 0, strict=True)
+    check.number("workspace_gib", workspace_gib, "a number above 0", 0, strict=True)
 
 
 def check_head(
@@ -70,94 +122,120 @@ def check_head(
     bias: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
-    ignore_index: int,
     workspace_gib: float,
 ) -> None:
-    """Check what every function over a head takes."""
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    check.tensor("hidden", hidden, f"[T, H] of {names}", 2)
-    check.require(hidden.dtype in DTYPES, "hidden", hidden, f"[T, H] of {names}")
-    rows, width = hidden.shape
-    like_hidden = f"{str(hidden.dtype).removeprefix('torch.')} on {hidden.device} like hidden"
+    """Check what every function over one head takes."""
+    check_weight(check, "", hidden, weight, bias)
+    expected = ("[{}] int64 on {}", len(hidden), hidden.device)
+    check.tensor("targets", targets, 1, *expected)
+    fits = len(targets) == len(hidden) and targets.dtype == torch.int64 and targets.device == hidden.device
+    check.require(fits, "targets", targets, *expected)
+    check_settings(check, hidden, temperature, softcap, workspace_gib)
 
-    expected = f"[V, {width}] {like_hidden}, V at least 2"
-    check.tensor("weight", weight, expected, 2)
-    fits = weight.shape[1] == width and len(weight) >= 2
-    check.require(fits and (weight.dtype, weight.device) == (hidden.dtype, hidden.device), "weight", weight, expected)
-    vocabulary = len(weight)
 
-    expected = f"[{rows}] int64 on {hidden.device}"
-    check.tensor("targets", targets, expected, 1)
-    fits = len(targets) == rows and targets.dtype == torch.int64 and targets.device == hidden.device
-    check.require(fits, "targets", targets, expected)
-    if reads_values(hidden.device):
+def check_values(
+    function: str, targets: Tensor | None, vocabulary: int, ignore_index: int, inverse_temperature: Tensor
+) -> None:
+    """Check targets and temperatures where they are cheap to read."""
+    if not reads_values(inverse_temperature.device):
+        return
+    check = Checker(function)
+    if targets is not None:
         wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
         if wrong.any():
             first = int(wrong.nonzero()[0])
-            expected = f"0 to {vocabulary - 1} or ignore_index={ignore_index}"
-            check.require(False, f"targets[{first}]", int(targets[first]), expected)
-
-    if bias is not None:
-        expected = f"[{vocabulary}] float32 or {like_hidden}"
-        check.tensor("bias", bias, expected, 1)
-        fits = len(bias) == vocabulary and bias.dtype in (torch.float32, hidden.dtype) and bias.device == hidden.device
-        check.require(fits, "bias", bias, expected)
-    if isinstance(temperature, Tensor):
-        check.row("temperature", temperature, rows, hidden.device)
-        if reads_values(hidden.device):
-            check.require(bool((temperature > 0).all()), "temperature", temperature, "only numbers above 0")
-    else:
-        check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 0, strict=True)
-    if softcap is not None:
-        check.number("softcap", softcap, "None or a number above 0", 0, strict=True)
-    check.number("workspace_gib", workspace_gib, "a number above 0", 0, strict=True)
+            expected = "0 to {} or ignore_index={}"
+            check.require(False, f"targets[{first}]", int(targets[first]), expected, vocabulary - 1, ignore_index)
+    fits = bool(((inverse_temperature > 0) & inverse_temperature.isfinite()).all())
+    check.require(fits, "temperature", 1 / inverse_temperature, "only numbers above 0")
 
 
-def check_policy(check: Checker, spec: PolicySpec, rows: Rows, cu_seqlens: Tensor | None) -> None:
-    """Check a policy loss's settings and per-row data; ``rows.valid`` gives the row count and device."""
+def read_bounds(function: str, cu_seqlens: Tensor, count: int) -> list[int]:
+    """cu_seqlens on the host, checked."""
+    bounds = cu_seqlens.tolist()
+    fits = bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
+    Checker(function).require(fits, "cu_seqlens", cu_seqlens, "bounds rising from 0 to the {} rows: {}", count, bounds)
+    return bounds
+
+
+def check_policy(
+    check: Checker,
+    spec: PolicySpec,
+    count: int,
+    device: torch.device,
+    token_weights: Tensor,
+    advantages: Tensor | None,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    behaviour_logprobs: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check a policy loss's settings and per-row data."""
     check.choice("loss", spec.loss, LOSSES)
     check.choice("kl_estimator", spec.kl_estimator, KL_ESTIMATORS)
     check.choice("ratio", spec.ratio, RATIOS)
-    for name in ("clip_low", "clip_high", "kl_coef"):
-        check.number(name, getattr(spec, name), "a number from 0", 0)
+    for name, number in (("clip_low", spec.clip_low), ("clip_high", spec.clip_high), ("kl_coef", spec.kl_coef)):
+        check.number(name, number, "a number from 0", 0)
     check.number("entropy_coef", spec.entropy_coef, "a number", float("-inf"))
+    if spec.dual_clip is not None:
+        check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True)
+        check.require(spec.loss == "clip", "dual_clip", spec.dual_clip, 'None without loss="clip"')
 
-    count, device = len(rows.valid), rows.valid.device
-    needed = {
-        "token_weights": "always",
-        "advantages": "" if spec.loss == "likelihood" else f"loss={spec.loss!r}",
-        "old_logprobs": 'loss="clip"' if spec.loss == "clip" else "is_cap" if spec.is_cap is not None else "",
-        "ref_logprobs": "kl_coef > 0" if spec.kl_coef > 0 else "",
-        "behaviour_logprobs": "is_cap" if spec.is_cap is not None else "",
-    }
-    for name, reason in needed.items():
-        value = getattr(rows, name)
-        if reason and value is None:
-            raise ValueError(f"{check.function}: {name} is None, expected [{count}] floating (needed by {reason})")
+    needs_old = 'loss="clip"' if spec.loss == "clip" else "is_cap" if spec.is_cap is not None else ""
+    for name, value, reason in (
+        ("token_weights", token_weights, "every loss"),
+        ("advantages", advantages, "" if spec.loss == "likelihood" else f"loss={spec.loss!r}"),
+        ("old_logprobs", old_logprobs, needs_old),
+        ("ref_logprobs", ref_logprobs, "kl_coef > 0" if spec.kl_coef > 0 else ""),
+        ("behaviour_logprobs", behaviour_logprobs, "is_cap" if spec.is_cap is not None else ""),
+    ):
+        if reason:
+            check.needed(name, value, "[T] floating", reason)
         if value is not None:
             check.row(name, value, count, device)
     if spec.is_cap is not None:
         check.number("is_cap", spec.is_cap, "None or a number above 0", 0, strict=True)
         check.require(spec.loss != "likelihood", "is_cap", spec.is_cap, 'None with loss="likelihood"')
-    if spec.ratio == "sequence" and cu_seqlens is None:
-        raise ValueError(f'{check.function}: cu_seqlens is None, expected [sequences + 1] (needed by ratio="sequence")')
+    if spec.ratio == "sequence":
+        check.needed("cu_seqlens", cu_seqlens, "[sequences + 1]", 'ratio="sequence"')
     if cu_seqlens is not None:
-        check.bounds("cu_seqlens", cu_seqlens, count, device)
+        check.bounds("cu_seqlens", cu_seqlens, device)
 
 
-def check_gae(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Tensor | None
+def check_preference(
+    check: Checker,
+    spec: PreferenceSpec,
+    count: int,
+    device: torch.device,
+    cu_seqlens: Tensor,
+    ref_logprobs: Tensor,
+    pair_weights: Tensor,
 ) -> None:
+    """Check a preference loss's settings and data."""
+    check.choice("loss", spec.loss, PREFERENCE_LOSSES)
+    check.number("beta", spec.beta, "a number above 0", 0, strict=True)
+    check.number("label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5", 0)
+    check.require(spec.label_smoothing < 0.5, "label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5")
+    fits = spec.loss == "sigmoid" or spec.label_smoothing == 0
+    check.require(fits, "label_smoothing", spec.label_smoothing, '0 without loss="sigmoid"')
+    check.row("ref_logprobs", ref_logprobs, count, device)
+    check.bounds("cu_seqlens", cu_seqlens, device)
+    check.require(
+        len(cu_seqlens) % 2 == 1, "cu_seqlens", cu_seqlens, "[2·pairs + 1]: chosen, rejected, chosen, rejected, …"
+    )
+    check.row("pair_weights", pair_weights, len(cu_seqlens) // 2, device)
+
+
+def check_gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Any) -> None:
     """Check the arguments of :func:`kernels.gae`."""
     check = Checker("gae")
-    check.tensor("rewards", rewards, "[T] float32", 1)
+    check.tensor("rewards", rewards, 1, "[T] float32")
     check.require(rewards.dtype == torch.float32, "rewards", rewards, "[T] float32")
-    count, device = len(rewards), rewards.device
-    check.bounds("cu_seqlens", cu_seqlens, count, device)
-    for name, value, size in (("values", values, count), ("bootstrap", bootstrap, len(cu_seqlens) - 1)):
-        if name == "values" or value is not None:
-            check.row(name, value, size, device)
-            check.require(value is not None and value.dtype == torch.float32, name, value, f"[{size}] float32")
+    check.bounds("cu_seqlens", cu_seqlens, rewards.device)
+    for name, value, size in (("values", values, len(rewards)), ("bootstrap", bootstrap, len(cu_seqlens) - 1)):
+        if value is not None or name == "values":
+            check.row(name, value, size, rewards.device)
+            check.require(value.dtype == torch.float32, name, value, "[{}] float32", size)
     for name, number in (("gamma", gamma), ("lam", lam)):
         check.number(name, number, "a number from 0 to 1", 0)
         check.require(number <= 1, name, number, "a number from 0 to 1")

@@ -1,213 +1,180 @@
-"""The linear head in chunks of rows: scan a chunk's logits, bind the loss, apply the gradient, forget the logits."""
+"""A problem in chunks of rows: scan a chunk, bind the loss, apply its gradient, forget the chunk."""
 
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.coefficients import Coefficients, PolicySpec, Rows, row_coefficients
-from kernels.head import CAST_BYTES, Backend, Head, HeadGradients, RowGradients, Statistics
+from kernels import coefficients as plain
+from kernels.coefficients import PolicySpec, Rows
+from kernels.head import Backend, Gradients, Needs, Problem, RowGradients, Scanner, Statistics
+from kernels.preference import Pairs, PreferenceSpec, pair_coefficients
 
 NO_GRADIENT_BYTES = 64 << 20
 """Without gradients nothing is gained from larger chunks."""
 
-Needs = tuple[bool, bool, bool]
-"""Whether gradients by hidden, weight and bias are asked for."""
+TILE_ROWS = 128
+"""Chunks longer than this are multiples of it, but for the last: no backend likes a product with a ragged edge."""
 
-
-Columns = TypeVar("Columns", Statistics, Coefficients)
-
-
-def concatenate(parts: list[Columns]) -> Columns:
-    """Join the per-row results of consecutive chunks."""
-    return type(parts[0])(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast would round the fp32 logits to bf16; precision is chosen here."""
-    return torch.autocast(device.type, enabled=False)
+Columns = TypeVar("Columns", bound=tuple[Tensor, ...])
 
 
 class Span(NamedTuple):
-    """A chunk: its rows, and the sequences that it holds whole (none unless rows are tied by sequences)."""
+    """A chunk: its rows, and the units (sequences, pairs) that it holds whole; none unless rows are tied by units."""
 
     rows: slice
-    sequences: slice
+    units: slice
 
 
-def even_spans(count: int, chunk_rows: int) -> list[Span]:
-    """Split ``count`` rows into chunks of about the same size, at most ``chunk_rows``."""
-    size = max(1, -(-count // max(1, -(-count // chunk_rows))))
+Bind = Callable[[Statistics, Span], tuple[tuple[Tensor, ...], RowGradients]]
+"""What a loss makes of a span's statistics: columns to be kept, and the rows' gradients."""
+
+
+def concatenate(parts: list[Columns]) -> Columns:
+    """Join the results of consecutive chunks, column by column."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = list(map(torch.cat, zip(*parts, strict=True)))
+    first = parts[0]
+    return first._make(columns) if hasattr(first, "_make") else type(first)(columns)
+
+
+def cut(count: int, size: int) -> list[Span]:
+    """Split ``count`` rows into chunks of ``size`` and what is left."""
     return [Span(slice(start, min(start + size, count)), slice(0)) for start in range(0, max(1, count), size)]
 
 
-def sequence_spans(lengths: list[int], chunk_rows: int) -> list[Span] | None:
-    """Split rows into chunks of whole sequences, at most ``chunk_rows`` rows each; None if a sequence is longer."""
+def even_spans(count: int, chunk_rows: int) -> list[Span]:
+    """Split ``count`` rows into the fewest chunks of at most ``chunk_rows``, of about the same size."""
+    size = max(1, -(-count // max(1, -(-count // chunk_rows))))
+    if size > TILE_ROWS:
+        size = min(chunk_rows, -(-size // TILE_ROWS) * TILE_ROWS)
+    return cut(count, size)
+
+
+def unit_spans(lengths: list[int], chunk_rows: int) -> list[Span] | None:
+    """Split rows into chunks of whole units, at most ``chunk_rows`` rows each; None if a unit is longer."""
     spans: list[Span] = []
-    row = sequence = stop = 0
+    row = unit = stop = 0
     for index, length in enumerate(lengths):
         if length > chunk_rows:
             return None
         if stop + length - row > chunk_rows:
-            spans.append(Span(slice(row, stop), slice(sequence, index)))
-            row, sequence = stop, index
+            spans.append(Span(slice(row, stop), slice(unit, index)))
+            row, unit = stop, index
         stop += length
-    return [*spans, Span(slice(row, stop), slice(sequence, len(lengths)))]
+    return [*spans, Span(slice(row, stop), slice(unit, len(lengths)))]
 
 
-class Scanner:
-    """Scans spans of rows of one head through one workspace."""
-
-    def __init__(
-        self, backend: Backend, hidden: Tensor, head: Head, targets: Tensor, valid: Tensor, workspace: float
-    ) -> None:
-        self.backend, self.hidden, self.head = backend, hidden, head
-        self.valid, self.targets = valid, torch.where(valid, targets, 0)
-        cast = 0 if head.weight.dtype == torch.float32 else CAST_BYTES
-        self.chunk_rows = max(1, int(workspace - cast) // backend.bytes_per_row(hidden, head))
-        self.logits = hidden.new_empty(0, len(head.weight), dtype=torch.float32)
-
-    def scan(self, rows: slice) -> Statistics:
-        """Statistics of a chunk, zero where ignored; its logits stay in the workspace until the next scan."""
-        size = rows.stop - rows.start
-        if len(self.logits) < size:
-            self.logits = self.hidden.new_empty(size, len(self.head.weight), dtype=torch.float32)
-        found = self.backend.scan(self.hidden[rows], self._head(rows), self.targets[rows], self.logits[:size])
-        return Statistics(*(torch.where(self.valid[rows], value, 0.0) for value in found))
-
-    def scan_all(self) -> Statistics:
-        """Statistics of every row."""
-        return concatenate([self.scan(span.rows) for span in even_spans(len(self.hidden), self.chunk_rows)])
-
-    def backward(self, rows: slice, statistics: Statistics, grads: RowGradients, into: HeadGradients) -> None:
-        """Apply the gradient of the chunk that was scanned last; rows whose coefficients are zero cost nothing."""
-        live = ((grads.dlogprob != 0) | (grads.dentropy != 0)).nonzero().squeeze(1)
-        if len(live):
-            logits, targets = self.logits[: rows.stop - rows.start], self.targets[rows]
-            dlogits = self.backend.dlogits(logits, self._head(rows), targets, live, statistics, grads)
-            into.add(live + rows.start, dlogits)
-
-    def _head(self, rows: slice) -> Head:
-        return self.head._replace(inverse_temperature=self.head.inverse_temperature[rows])
+def scanner_spans(scanner: Scanner, count: int) -> list[Span]:
+    """The chunks in which a scanner likes to work through rows that are not tied."""
+    preferred = getattr(scanner, "preferred_rows", None)
+    return even_spans(count, scanner.chunk_rows) if preferred is None else cut(count, preferred)
 
 
-class LinearLogprob(torch.autograd.Function):
-    """Log-probabilities and entropies; the backward pass scans again, for any upstream gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        workspace: float,
-        softcap: float | None,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        valid: Tensor,
-        inverse_temperature: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        # The parameter itself is saved: ZeRO-3 swaps its storage out between the passes.
-        ctx.save_for_backward(hidden, weight, bias, targets, valid, inverse_temperature)
-        ctx.backend, ctx.workspace, ctx.softcap = backend, workspace, softcap
-        head = Head(weight, bias, inverse_temperature, softcap)
-        with without_autocast(hidden.device):
-            scanner = Scanner(backend, hidden, head, targets, valid, min(workspace, NO_GRADIENT_BYTES))
-            statistics = scanner.scan_all()
-        return statistics.logprobs, statistics.entropy
-
-    @staticmethod
-    def backward(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, targets, valid, inverse_temperature = ctx.saved_tensors
-        head = Head(weight, bias, inverse_temperature, ctx.softcap)
-        with without_autocast(hidden.device):
-            scanner = Scanner(ctx.backend, hidden, head, targets, valid, ctx.workspace)
-            spans = even_spans(len(hidden), scanner.chunk_rows)
-            gradients = HeadGradients(hidden, head, ctx.needs_input_grad[3:6], len(spans))
-            grads = RowGradients(torch.where(valid, dlogprob, 0.0), torch.where(valid, dentropy, 0.0))
-            for rows, _ in spans:
-                statistics = scanner.scan(rows)
-                scanner.backward(rows, statistics, RowGradients(*(value[rows] for value in grads)), gradients)
-        return None, None, None, *gradients.finish(), None, None, None
+def scan_all(scanner: Scanner, count: int) -> Statistics:
+    """Statistics of every row."""
+    return concatenate([scanner.scan(span.rows) for span in scanner_spans(scanner, count)])
 
 
-def policy_pass(
-    scanner: Scanner, spec: PolicySpec, rows: Rows, needs: Needs
-) -> tuple[Statistics, Coefficients, HeadGradients | None]:
+def scan_only(backend: Backend, problem: Problem, workspace: float) -> Statistics:
+    """Statistics of every row, without keeping anything for a gradient."""
+    scanner = backend.make_scanner(problem, min(workspace, NO_GRADIENT_BYTES), (False, False, False))
+    return scan_all(scanner, len(problem.hidden))
+
+
+def backward_all(scanner: Scanner, count: int, grads: RowGradients) -> Gradients:
+    """Scan every chunk and apply its rows' gradients."""
+    spans = scanner_spans(scanner, count)
+    scanner.begin(len(spans))
+    for rows, _ in spans:
+        scanner.scan(rows)
+        scanner.backward(rows, grads.span(rows))
+    return scanner.finish()
+
+
+def loss_pass(
+    backend: Backend, problem: Problem, lengths: list[int] | None, bind: Bind, needs: Needs, workspace: float
+) -> tuple[Statistics, tuple[Tensor, ...], Gradients]:
     """Scan the rows, bind the loss and, where needed, apply its gradient.
 
-    A chunk is scanned once if its coefficients depend on nothing outside it. A sequence longer than a chunk breaks that
-    where ``rows.lengths`` ties rows: all rows are then scanned for the coefficients and again for the gradient.
+    A chunk is scanned once if its coefficients depend on nothing outside it. A unit longer than a chunk breaks that
+    where ``lengths`` (the rows of each unit) ties rows: all rows are then scanned for the coefficients and again for
+    the gradient.
     """
-    spans: list[Span] | None = even_spans(len(scanner.hidden), scanner.chunk_rows)
-    if rows.lengths is not None:
-        spans = sequence_spans(rows.lengths.tolist(), scanner.chunk_rows)
-    if not any(needs) or spans is None:
-        statistics = scanner.scan_all()
-        coefficients = row_coefficients(spec, statistics.logprobs, statistics.entropy, rows)
-        if not any(needs):
-            return statistics, coefficients, None
-        spans = even_spans(len(scanner.hidden), scanner.chunk_rows)
-        gradients = HeadGradients(scanner.hidden, scanner.head, needs, len(spans))
-        for rows_, _ in spans:
-            grads = RowGradients(coefficients.dlogprob[rows_], coefficients.dentropy[rows_])
-            scanner.backward(rows_, scanner.scan(rows_), grads, gradients)
-        return statistics, coefficients, gradients
+    count = len(problem.hidden)
+    whole = Span(slice(0, count), slice(0, len(lengths or ())))
+    if not any(needs):
+        statistics = scan_only(backend, problem, workspace)
+        return statistics, bind(statistics, whole)[0], (None, None, None)
 
-    gradients = HeadGradients(scanner.hidden, scanner.head, needs, len(spans))
+    scanner = backend.make_scanner(problem, workspace, needs)
+    spans = scanner_spans(scanner, count) if lengths is None else unit_spans(lengths, scanner.chunk_rows)
+    if spans is None:
+        statistics = scan_all(scanner, count)
+        columns, grads = bind(statistics, whole)
+        return statistics, columns, backward_all(scanner, count, grads)
+
+    scanner.begin(len(spans))
     scanned, bound = [], []
     for span in spans:
         found = scanner.scan(span.rows)
-        coefficients = row_coefficients(spec, found.logprobs, found.entropy, rows.span(*span))
-        grads = RowGradients(coefficients.dlogprob, coefficients.dentropy)
-        scanner.backward(span.rows, found, grads, gradients)
+        columns, grads = bind(found, span)
+        scanner.backward(span.rows, grads)
         scanned.append(found)
-        bound.append(coefficients)
-    return concatenate(scanned), concatenate(bound), gradients
+        bound.append(columns)
+    return concatenate(scanned), concatenate(bound), scanner.finish()
 
 
-class LinearPolicyLoss(torch.autograd.Function):
-    """The weighted loss and its metrics; the gradients are made in the forward pass and scaled in the backward."""
+def policy_pass(
+    backend: Backend,
+    problem: Problem,
+    spec: PolicySpec,
+    rows: Rows,
+    lengths: list[int] | None,
+    needs: Needs,
+    workspace: float,
+) -> tuple[Statistics, tuple[Tensor, ...], Gradients]:
+    """The policy loss: statistics, (loss, ratio, clipped, clamped) of each row, and gradients.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        workspace: float,
-        softcap: float | None,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        inverse_temperature: Tensor,
-        spec: PolicySpec,
-        rows: Rows,
-        needs: Needs,
-    ) -> tuple[Tensor, ...]:
-        if not any(needs):
-            workspace = min(workspace, NO_GRADIENT_BYTES)
-        head = Head(weight, bias, inverse_temperature, softcap)
-        with without_autocast(hidden.device):
-            scanner = Scanner(backend, hidden, head, targets, rows.valid, workspace)
-            statistics, coefficients, gradients = policy_pass(scanner, spec, rows, needs)
-        ctx.gradients = None if gradients is None else gradients.finish()
-        metrics = (
-            statistics.logprobs,
-            statistics.entropy,
-            coefficients.ratio,
-            coefficients.clipped,
-            coefficients.clamped,
-        )
-        ctx.mark_non_differentiable(*metrics)
-        return coefficients.loss.sum(), *metrics
+    ``lengths`` has ``rows.lengths`` on the host; it is needed for gradients only.
+    """
+    row_coefficients = getattr(backend, "row_coefficients", plain.row_coefficients)
 
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.gradients is None:
-            raise RuntimeError("linear_policy_loss: backward runs once: it gives its gradients away")
-        gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(dloss)
-        return None, None, None, *gradients, None, None, None, None, None
+    def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
+        unplanned = rows.lengths is not None and lengths is None  # without gradients: all rows at once
+        part = rows if unplanned else rows.span(*span)
+        row = row_coefficients(spec, found.logprobs, found.entropy, part)
+        grads = RowGradients(row.dlogprob, row.dentropy if spec.entropy_coef != 0 else None)
+        return (row.loss, row.ratio, row.clipped, row.clamped), grads
+
+    return loss_pass(backend, problem, lengths, bind, needs, workspace)
+
+
+def preference_pass(
+    backend: Backend,
+    problem: Problem,
+    spec: PreferenceSpec,
+    pairs: Pairs,
+    lengths: list[int],
+    needs: Needs,
+    workspace: float,
+) -> tuple[Statistics, tuple[Tensor, ...], Gradients]:
+    """The preference loss: statistics, (loss, chosen reward, rejected reward) of each pair, and gradients.
+
+    ``lengths`` has the rows of each pair.
+    """
+
+    def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
+        *columns, dlogprob = pair_coefficients(spec, found.logprobs, pairs.span(*span))
+        return tuple(columns), RowGradients(dlogprob, None)
+
+    return loss_pass(backend, problem, lengths, bind, needs, workspace)
+
+
+def linear_logprob_backward(
+    backend: Backend, problem: Problem, grads: RowGradients, needs: Needs, workspace: float
+) -> Gradients:
+    """Scan again and apply any upstream gradients."""
+    return backward_all(backend.make_scanner(problem, workspace, needs), len(problem.hidden), grads)

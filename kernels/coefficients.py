@@ -28,6 +28,7 @@ class PolicySpec(NamedTuple):
     entropy_coef: float
     is_cap: float | None
     ratio: str
+    dual_clip: float | None = None
 
 
 class Rows(NamedTuple):
@@ -67,6 +68,7 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
         loss = w · (ω · (policy + kl_coef · KL) − entropy_coef · H)
 
         clip        policy = −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)      PPO, arXiv 1707.06347, eq. 7
+                    with dual_clip = d, where A < 0: min(policy, −d·A)              arXiv 1912.09729, eq. 5
         reinforce   policy = −A·new
         likelihood  policy = −new
 
@@ -121,6 +123,10 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
         bounded = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * rows.advantages
         clipped = rows.valid & (bounded < plain)
         policy = -torch.minimum(plain, bounded)
+        if spec.dual_clip is not None:
+            ceiling = torch.where(rows.advantages < 0, -spec.dual_clip * rows.advantages, float("inf"))
+            clipped = clipped | (rows.valid & (policy > ceiling))
+            policy = torch.minimum(policy, ceiling)
         dpolicy = torch.where(clipped | ratio_clamped | ~rows.valid, zero, -policy_weight * plain)
         if by_sequence:
             dpolicy = _sum_over_sequence(dpolicy, rows.lengths)
@@ -147,8 +153,12 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     )
 
 
+def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive segments; in order, hence bitwise the same on every repeat."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
+
+
 def _sum_over_sequence(values: Tensor, lengths: Tensor | None) -> Tensor:
-    """Give every row the sum over its sequence; in order, hence bitwise the same on every repeat."""
+    """Give every row the sum over its sequence."""
     assert lengths is not None
-    sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
-    return sums.repeat_interleave(lengths, output_size=values.numel())
+    return segment_sums(values, lengths).repeat_interleave(lengths, output_size=values.numel())

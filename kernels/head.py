@@ -1,129 +1,146 @@
-"""What a backend is, and the matrix products around it.
+"""What a backend is: the words it shares with the code that drives it, and the functions it has.
 
-A backend works on a chunk of rows in two steps: ``scan`` makes the logits and their row statistics, ``dlogits`` their
-gradient for the live rows only. The products that follow and their accumulation are common to all, and here.
+A call works on one :class:`Problem`. ``kernels.chunked`` cuts its rows into chunks and drives a :class:`Scanner`: scan
+a chunk for its row statistics, let the loss turn them into one or two scalars a row, hand those back for the gradients.
+What a backend keeps of a chunk between the two (logits, or their exponentials) and how it multiplies is its own.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-CAST_BYTES = 4 << 20
-"""Where a product needs the weight in another dtype, it is converted in blocks of the vocabulary of this size."""
+from kernels.coefficients import Coefficients, PolicySpec, Rows
 
+Needs = tuple[bool, bool, bool]
+"""Whether gradients by hidden, weight and bias are asked for."""
 
-class Statistics(NamedTuple):
-    """Row statistics of a scan, fp32 ``[n]`` each: log p = (z − maximum) − log_total.
-
-    The logsumexp in two parts, because its own rounding at |z| = 200 would be the gradient's error.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    maximum: Tensor
-    log_total: Tensor
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By hidden, weight and bias, each in its input's dtype and contiguous; None where not asked for."""
 
 
 class Head(NamedTuple):
     """A head and how its logits are shaped: z = softcap(hidden·weightᵀ + bias) · inverse_temperature."""
 
     weight: Tensor
+    """``[V, H]``, any strides."""
     bias: Tensor | None
+    """``[V]`` fp32 or the weight's dtype."""
     inverse_temperature: Tensor
+    """fp32 ``[T]``."""
     softcap: float | None
 
 
-class Backend(Protocol):
-    """One implementation of the work over a chunk's logits."""
+class Problem(NamedTuple):
+    """What a scan is about. Nothing in it requires a gradient or is seen by autocast."""
 
-    def bytes_per_row(self, hidden: Tensor, head: Head) -> int:
-        """Workspace one row takes, ``dlogits`` included."""
+    hidden: Tensor
+    """``[T, H]``, the weight's dtype, any strides."""
+    head: Head
+    targets: Tensor
+    """int64 ``[T]``; ignored rows hold 0."""
+    valid: Tensor
+    """bool ``[T]``: the row is not ignored. An ignored row's hidden state may hold anything, NaN too."""
+    anchor: Tensor | None = None
+    """fp32 ``[T]``, a guess of logsumexp(z). Guesses change the cost, never the result; ignored rows may hold NaN."""
+    logprob_guess: Tensor | None = None
+    """fp32 ``[T]``, a guess of the log-probability; with the target's logit this too is a guess of logsumexp(z).
 
-    def scan(self, hidden: Tensor, head: Head, targets: Tensor, logits: Tensor) -> Statistics:
-        """Fill ``logits [n, V]`` (fp32) with z and give its row statistics."""
+    Old, behaviour or reference log-probabilities; in a backward pass those of the forward. May hold NaN likewise.
+    """
+    entropy_gradient: bool = True
+    """Whether ``Scanner.backward`` may be given gradients by the entropy."""
 
-    def dlogits(
-        self, logits: Tensor, head: Head, targets: Tensor, rows: Tensor, statistics: Statistics, grads: "RowGradients"
-    ) -> Tensor:
-        """The gradient by hidden·weightᵀ of the chunk's rows ``rows`` (others are dead), ``[len(rows), V]``."""
+
+class Statistics(NamedTuple):
+    """Row statistics of a scan, fp32 ``[n]`` each, zero where ignored."""
+
+    logprobs: Tensor
+    entropy: Tensor
 
 
 class RowGradients(NamedTuple):
-    """dL/dlogprob and dL/dentropy of a chunk, fp32 ``[n]`` each."""
+    """dL/dlogprob and dL/dentropy of a chunk's rows, fp32 ``[n]`` each; ``dentropy`` is None if zero for every row."""
 
     dlogprob: Tensor
-    dentropy: Tensor
+    dentropy: Tensor | None
+
+    def span(self, rows: slice) -> "RowGradients":
+        """Those of some rows."""
+        return RowGradients(self.dlogprob[rows], None if self.dentropy is None else self.dentropy[rows])
 
 
-def block_columns(weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Split the vocabulary so that a block of the weight in ``dtype`` takes CAST_BYTES; whole if nothing is cast."""
-    count, width = weight.shape
-    step = count if weight.dtype == dtype else max(1, CAST_BYTES // (width * dtype.itemsize))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+class Scanner(Protocol):
+    """Works through a problem's rows with one workspace."""
+
+    chunk_rows: int
+    """Rows that fit the workspace, at least 1: no slice given to ``scan`` is longer.
+
+    A scanner that is better off with fewer also has ``preferred_rows``, for rows that no sequence ties together.
+    """
+
+    def scan(self, rows: slice) -> Statistics:
+        """Statistics of a chunk. What ``backward`` needs of it stays until the next scan."""
+
+    def begin(self, chunks: int) -> None:
+        """Gradients will be summed over so many chunks (at least 1; ``backward`` may run for fewer)."""
+
+    def backward(self, rows: slice, grads: RowGradients) -> None:
+        """Add the gradient of the chunk scanned last, which was ``rows``; rows without one cost nothing.
+
+        Ignored rows come with zeros.
+        """
+
+    def finish(self) -> Gradients:
+        """The sums, zeros where no row was live. Called once, last; the tensors are the caller's to keep."""
 
 
-def weight_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (columns, the weight's rows for them in ``dtype``)."""
-    for columns in block_columns(weight, dtype):
-        yield columns, weight[columns].to(dtype)
+class Backend(Protocol):
+    """A module. One that lacks a function leaves it to the next in order of preference (kernels/dispatch.py)."""
 
+    def make_scanner(self, problem: Problem, workspace: float, needs: Needs) -> Scanner:
+        """A scanner whose scratch memory stays within ``workspace`` bytes, but holds at least one row.
 
-def linear_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = hidden·weightᵀ, multiplied and summed in fp32 whatever the operands' dtype."""
-    hidden = hidden.float()
-    for columns, block in weight_blocks(weight, torch.float32):
-        torch.mm(hidden, block.t(), out=out[:, columns])
+        If ``needs`` is all False only ``scan`` will be called, and nothing has to be kept. Nothing large is allocated
+        before the first scan.
+        """
+
+    def row_coefficients(self, spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: Rows) -> Coefficients:
+        """:func:`kernels.coefficients.row_coefficients`, perhaps in fewer launches. Optional.
+
+        Each result is a tensor of its own: an op may not return two views of one buffer.
+        """
+
+    def scale_(self, tensors: list[Tensor], factor: Tensor) -> None:
+        """Multiply in place by an fp32 scalar on the tensors' device, without reading it on the host. Optional."""
+
+    def linear_kl(
+        self, hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head, direction: str, workspace: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """KL of each row, and both logsumexps, fp32 ``[T]`` each. ``direction``: as :func:`kernels.linear_kl`."""
+
+    def linear_kl_backward(
+        self,
+        dkl: Tensor,
+        kl: Tensor,
+        lse_p: Tensor,
+        lse_q: Tensor,
+        hidden_p: Tensor,
+        head_p: Head,
+        hidden_q: Tensor,
+        head_q: Head,
+        direction: str,
+        needs: Needs,
+        workspace: float,
+    ) -> Gradients:
+        """Gradients by p's hidden, weight and bias for the upstream gradient ``dkl``, fp32 ``[T]``."""
+
+    def gae(
+        self, rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`kernels.gae`; fp32, any strides."""
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the backward products: fp16 has no room for p·c, so it multiplies in fp32."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-class HeadGradients:
-    """Gradients by hidden, weight and bias, summed over chunks; each is made only where asked for."""
-
-    def __init__(self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], chunks: int) -> None:
-        self.hidden, self.head = hidden, head
-        self.dtype = product_dtype(hidden.dtype)
-        need_hidden, self.need_weight, need_bias = needs
-        self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if need_hidden else None
-        # One chunk rounds once, at its end; a sum over several is kept in fp32, so that its error does not grow.
-        self.sum_dtype = self.dtype if chunks == 1 else torch.float32
-        self.dweight: Tensor | None = None  # a first chunk's product needs no zeros to be added to
-        self.dbias = head.weight.new_zeros(len(head.weight), dtype=torch.float32) if need_bias else None
-
-    def add(self, rows: Tensor, dlogits: Tensor) -> None:
-        """Add the live rows' share: dX = dz·W, dW += dzᵀ·X, db += Σ dz."""
-        if self.dhidden is not None:
-            total = torch.zeros(len(rows), self.hidden.shape[1], dtype=self.dtype, device=rows.device)
-            for columns, block in weight_blocks(self.head.weight, self.dtype):
-                total.addmm_(dlogits[:, columns], block)
-            self.dhidden.index_copy_(0, rows, total.to(self.dhidden.dtype))
-        if self.need_weight:
-            hidden = self.hidden.index_select(0, rows).to(self.dtype)
-            if self.sum_dtype != self.dtype:
-                self.dweight = self._zero_dweight() if self.dweight is None else self.dweight
-                for columns in block_columns(self.dweight, self.dtype):
-                    self.dweight[columns] += dlogits[:, columns].t() @ hidden
-            elif self.dweight is None:
-                self.dweight = dlogits.t() @ hidden
-            else:
-                self.dweight.addmm_(dlogits.t(), hidden)
-        if self.dbias is not None:
-            self.dbias += dlogits.sum(0, dtype=torch.float32)
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dhidden, dweight, dbias) in the inputs' dtypes."""
-        dweight = dbias = None
-        if self.need_weight:
-            dweight = (self._zero_dweight() if self.dweight is None else self.dweight).to(self.head.weight.dtype)
-        if self.dbias is not None and self.head.bias is not None:
-            dbias = self.dbias.to(self.head.bias.dtype)
-        return self.dhidden, dweight, dbias
-
-    def _zero_dweight(self) -> Tensor:
-        return torch.zeros_like(self.head.weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)

@@ -66,6 +66,7 @@ def linear_policy_loss(
     is_cap: float | None = None,
     cu_seqlens: Tensor | None = None,
     ratio: str = "token",
+    dual_clip: float | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
@@ -96,7 +97,10 @@ def linear_policy_loss(
     if loss == "clip":
         assert advantages is not None and old_logprobs is not None
         r = exp_ratio(new - old_logprobs, ratio == "sequence")
-        row_loss = -torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        objective = torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        if dual_clip is not None:
+            objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+        row_loss = -objective
     elif loss == "reinforce":
         assert advantages is not None
         row_loss = -advantages * new
@@ -115,6 +119,63 @@ def linear_policy_loss(
         assert old_logprobs is not None
         row_loss = row_loss * exp_ratio(old_logprobs - behaviour_logprobs, ratio == "sequence").clamp(max=is_cap)
     return (token_weights * (row_loss - entropy_coef * entropy)).sum()
+
+
+def linear_preference_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    ref_logprobs: Tensor,
+    pair_weights: Tensor,
+    loss: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Σ pair_weights · loss; see :func:`kernels.linear_preference_loss`."""
+    new = linear_logprob(
+        hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, ignore_index=ignore_index
+    )
+    assert isinstance(new, Tensor)
+    log_ratio = new - ref_logprobs.masked_fill(targets == ignore_index, 0)
+    sums = [log_ratio[a:b].sum() for a, b in pairwise(cu_seqlens.tolist())]
+    total = new.new_zeros(())
+    for pair_weight, chosen, rejected in zip(pair_weights, sums[0::2], sums[1::2], strict=True):
+        margin = chosen - rejected
+        if loss == "sigmoid":
+            right, wrong = torch.nn.functional.logsigmoid(torch.stack((beta * margin, -beta * margin)))
+            pair_loss = -(1 - label_smoothing) * right - label_smoothing * wrong
+        elif loss == "ipo":
+            pair_loss = (margin - 1 / (2 * beta)) ** 2
+        else:
+            pair_loss = (1 - beta * margin).clamp(min=0)
+        total = total + pair_weight * pair_loss
+    return total
+
+
+def linear_kl(
+    hidden_p: Tensor,
+    weight_p: Tensor,
+    hidden_q: Tensor,
+    weight_q: Tensor,
+    *,
+    direction: str = "reverse",
+    bias_p: Tensor | None = None,
+    bias_q: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """KL(p‖q), or KL(q‖p) with ``"forward"``, of each row; see :func:`kernels.linear_kl`."""
+    log_p = _log_softmax(hidden_p, weight_p, bias_p, temperature, softcap)
+    log_q = _log_softmax(hidden_q, weight_q, bias_q, temperature, softcap).to(log_p.dtype).detach()
+    log_a, log_b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
+    possible = log_a != float("-inf")
+    return (log_a.exp() * torch.where(possible, log_a.where(possible, 0) - log_b.where(possible, 0), 0)).sum(1)
 
 
 def gae(

@@ -1,30 +1,44 @@
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from kernels import dispatch
+from kernels import dispatch, loss_ops, ops
 
 
-class Record(TorchDispatchMode):
+class IntoOps(TorchDispatchMode):
+    """Sees the operations inside Tandem's ops, which the dispatcher takes for one each."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "tandem":
+            with self:
+                return getattr(ops if hasattr(ops, function._opname) else loss_ops, function._opname)._init_fn(
+                    *args, **(kwargs or {})
+                )
+        result = function(*args, **(kwargs or {}))
+        self.see(function, args, result)
+        return result
+
+
+class Record(IntoOps):
     """The largest result, in elements, and the row counts of the products that make gradients."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.vocabulary, self.largest, self.product_rows = vocabulary, 0, 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+    def see(self, function, args, result):
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.largest = max(self.largest, value.numel())
         if function is torch.ops.aten.addmm_.default and args[2].shape[0] == self.vocabulary:
             self.product_rows += args[1].shape[0]  # dX += dz·W
-        return result
 
 
 def policy(run, problem, rows, **settings):
@@ -41,44 +55,75 @@ def policy(run, problem, rows, **settings):
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_no_tensor_of_all_logits(run, tools, gradients, ratio):
+    if run.interpreted or run.device == "cuda":
+        pytest.skip("too slow in the interpreter; on a GPU the allocator is asked (test_large.py)")
     rows, vocabulary, width = 128, 5003, 8
     problem = tools.make_problem(rows, vocabulary, width=width, device=run.device)
     problem = problem.leaves() if gradients else problem
     bounds = torch.tensor([0, rows], device=run.device)  # a sequence too long for a chunk
     workspace = 0.001  # GiB: 50 rows' logits in fp32 and nothing beside them
+    settings = {"backend": run.backend, "workspace_gib": workspace}
     with Record(vocabulary) as record:
-        loss = policy(
-            run, problem, rows, workspace_gib=workspace, entropy_coef=0.1, ratio=ratio, cu_seqlens=bounds
-        ).loss
-        logprobs = kernels.linear_logprob(
-            problem.hidden, problem.weight, problem.targets, backend=run.backend, workspace_gib=workspace
-        )
+        total = policy(run, problem, rows, entropy_coef=0.1, ratio=ratio, cu_seqlens=bounds, **settings).loss
+        total = total + kernels.linear_logprob(**problem.arguments(), **settings).sum()
+        if ratio == "sequence":
+            bounds = torch.tensor([0, 70, rows], device=run.device)
+            zeros, ones = torch.zeros(rows, device=run.device), torch.ones(1, device=run.device)
+            total = (
+                total
+                + kernels.linear_preference_loss(
+                    **problem.arguments(), cu_seqlens=bounds, ref_logprobs=zeros, pair_weights=ones, **settings
+                ).loss
+            )
+        if run.has("linear_kl"):
+            heads = problem.hidden, problem.weight, problem.hidden * 2, problem.weight
+            total = total + kernels.linear_kl(*heads, **settings).sum()
         if gradients:
-            (loss + logprobs.sum()).backward()
+            total.backward()
     assert vocabulary * width <= record.largest <= workspace * 2**30 / 4
 
 
 def test_without_gradients_64_mib_suffice(run, tools):
+    if run.interpreted:
+        pytest.skip("too slow in the interpreter")
     problem = tools.make_problem(4100, 5003, width=4, device=run.device)
     with Record(5003) as record:
         kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
     assert record.largest <= 16 * 2**20
 
 
+def test_dead_rows_get_nothing(run, tools):
+    rows, vocabulary = 40, 127
+    problem = tools.make_problem(rows, vocabulary, device=run.device).leaves()
+    advantages = (torch.arange(rows, device=run.device) % 4 == 0).float()
+    alive = (advantages != 0) & (problem.targets >= 0)
+    workspace = tools.workspace_for(run, problem, 16)
+    policy(run, problem, rows, advantages=advantages, workspace_gib=workspace).loss.backward()
+    assert ((problem.hidden.grad != 0).any(1) == alive).all()
+    problem.hidden.grad = None
+    logprobs = kernels.linear_logprob(**problem.arguments(), backend=run.backend, workspace_gib=workspace)
+    logprobs.backward(advantages)
+    assert ((problem.hidden.grad != 0).any(1) == alive).all()
+    problem.weight.grad = None
+    policy(run, problem, rows, advantages=torch.zeros_like(advantages), workspace_gib=workspace).loss.backward()
+    assert (problem.weight.grad == 0).all()
+
+
 def test_dead_rows_are_not_multiplied(run, tools):
+    if not run.keeps_logits():
+        pytest.skip("multiplies on its own")
     rows, vocabulary = 64, 127
     problem = tools.make_problem(rows, vocabulary, device=run.device).leaves()
     advantages = (torch.arange(rows, device=run.device) % 4 == 0).float()
     live = int(((advantages != 0) & (problem.targets >= 0)).sum())
+    workspace = tools.workspace_for(run, problem, 16)
     with Record(vocabulary) as record:
-        policy(run, problem, rows, advantages=advantages, workspace_gib=3e-5).loss.backward()
+        policy(run, problem, rows, advantages=advantages, workspace_gib=workspace).loss.backward()
     assert record.product_rows == live
-    assert ((problem.hidden.grad != 0).any(1) == (advantages != 0) & (problem.targets >= 0)).all()
 
-    upstream = advantages.clone()
     with Record(vocabulary) as record:
         logprobs = kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
-        logprobs.backward(upstream)
+        logprobs.backward(advantages)
     assert record.product_rows == live
 
     clipped = torch.full((rows,), -50.0, device=run.device)  # ratios far above the clip with positive advantages
@@ -93,22 +138,21 @@ def test_frozen_side_gets_no_gradient_work(run, tools, frozen):
     getattr(problem, frozen).requires_grad_(False)
     products = []
 
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
+    class Products(IntoOps):
+        def see(self, function, args, result):
             if function in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default):
                 products.append(tuple(result.shape))
-            return result
 
     with Products():
-        loss = (
-            policy(run, problem, 32).loss
-            + kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend).sum()
-        )
-        loss.backward()
+        loss = policy(run, problem, 32).loss
+        logprobs = kernels.linear_logprob(**problem.arguments(), backend=run.backend)
+        (loss + 2 * logprobs.sum()).backward()
     live = int((problem.targets >= 0).sum())
-    assert products == [(live, 48) if frozen == "weight" else (127, 48)] * 2
+    if run.keeps_logits():
+        assert products == [(live, 48) if frozen == "weight" else (127, 48)] * 2
     assert getattr(problem, frozen).grad is None
+    other = problem.hidden if frozen == "weight" else problem.weight
+    assert other.grad.abs().sum() > 0
 
 
 def test_poisoned_dead_rows_stay_dead(run, tools):
@@ -146,6 +190,22 @@ def test_policy_loss_needs_no_weight_in_backward_and_runs_it_once(run, tools):
         loss.backward()
 
 
+def test_gradients_are_handed_over_or_dropped_not_copied(run, tools):
+    problem = tools.make_problem(32, 127, device=run.device).leaves()
+    before = len(loss_ops._waiting.gradients)
+    loss = policy(run, problem, 32).loss
+    *_, (_, (_, dweight, _)) = loss_ops._waiting.gradients.values()
+    place = dweight.data_ptr()
+    del dweight  # a second reference would make autograd copy
+    loss.backward()
+    assert problem.weight.grad.data_ptr() == place
+    assert len(loss_ops._waiting.gradients) == before
+    loss = policy(run, problem, 32).loss
+    assert len(loss_ops._waiting.gradients) == before + 1
+    del loss
+    assert len(loss_ops._waiting.gradients) == before, "a graph without a backward pass must free its gradients"
+
+
 def test_autocast_does_not_reach_the_products(run, tools):
     problem = tools.make_problem(32, 127, device=run.device).leaves()
 
@@ -163,6 +223,8 @@ H, W, Y, T = torch.zeros(4, 8), torch.zeros(16, 8), torch.zeros(4, dtype=torch.i
 HEAD = {"hidden": H, "weight": W, "targets": Y}
 POLICY = HEAD | {"advantages": T, "token_weights": T, "old_logprobs": T}
 BOUNDS = torch.tensor([0, 2, 4])
+PAIRS = HEAD | {"cu_seqlens": BOUNDS, "ref_logprobs": T, "pair_weights": T[:1]}
+KL = {"hidden_p": H, "weight_p": W, "hidden_q": H, "weight_q": W}
 GAE = {"rewards": T, "values": T, "cu_seqlens": BOUNDS, "gamma": 1.0, "lam": 0.95}
 ILLEGAL = [
     (kernels.linear_logprob, HEAD, {"hidden": H[None]}, r"hidden is \[1, 4, 8\] float32 on cpu, expected \[T, H\]"),
@@ -188,7 +250,7 @@ ILLEGAL = [
     (kernels.linear_logprob, HEAD, {"temperature": T}, "temperature is .*expected only numbers above 0"),
     (kernels.linear_logprob, HEAD, {"softcap": -1.0}, "softcap is -1.0"),
     (kernels.linear_logprob, HEAD, {"workspace_gib": 0}, "workspace_gib is 0"),
-    (kernels.linear_logprob, HEAD, {"backend": "tpu"}, "backend='tpu' is not one of 'cpu', 'reference'"),
+    (kernels.linear_logprob, HEAD, {"backend": "tpu"}, "backend='tpu' is not one of 'triton', 'cpu', 'reference'"),
     (
         kernels.linear_policy_loss,
         POLICY,
@@ -220,6 +282,32 @@ ILLEGAL = [
     (kernels.linear_policy_loss, POLICY, {"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[2\].*the 4 rows"),
     (kernels.linear_policy_loss, POLICY, {"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising"),
     (kernels.linear_policy_loss, POLICY, {"cu_seqlens": BOUNDS.float()}, "cu_seqlens is .* float32"),
+    (kernels.linear_policy_loss, POLICY, {"dual_clip": 1.0}, "dual_clip is 1.0, expected None or a number above 1"),
+    (kernels.linear_policy_loss, POLICY, {"dual_clip": 3.0, "loss": "reinforce"}, "dual_clip is 3.0.*loss=.clip"),
+    (
+        kernels.linear_preference_loss,
+        PAIRS,
+        {"loss": "dpo"},
+        "loss is 'dpo', expected one of 'sigmoid', 'ipo', 'hinge'",
+    ),
+    (kernels.linear_preference_loss, PAIRS, {"beta": 0}, "beta is 0, expected a number above 0"),
+    (kernels.linear_preference_loss, PAIRS, {"label_smoothing": 0.5}, "label_smoothing is 0.5, expected .*below 0.5"),
+    (
+        kernels.linear_preference_loss,
+        PAIRS,
+        {"loss": "ipo", "label_smoothing": 0.1},
+        "label_smoothing is 0.1, expected 0 without loss=.sigmoid",
+    ),
+    (kernels.linear_preference_loss, PAIRS, {"cu_seqlens": BOUNDS[:2]}, r"cu_seqlens is \[2\].*2·pairs \+ 1"),
+    (kernels.linear_preference_loss, PAIRS, {"cu_seqlens": BOUNDS + 1}, "cu_seqlens is .* from 0 to the 4 rows"),
+    (kernels.linear_preference_loss, PAIRS, {"ref_logprobs": T[:3]}, r"ref_logprobs is \[3\].*expected \[4\]"),
+    (kernels.linear_preference_loss, PAIRS, {"pair_weights": T[:2]}, r"pair_weights is \[2\].*expected \[1\]"),
+    (kernels.linear_kl, KL, {"weight_q": W[:8]}, r"weight_q is \[8, 8\].*like weight_p"),
+    (kernels.linear_kl, KL, {"hidden_q": H[:3]}, r"hidden_q is \[3, 8\].*expected \[4, H\]"),
+    (kernels.linear_kl, KL, {"hidden_q": H.bfloat16()}, r"weight_q is .*bfloat16 on cpu like hidden_q"),
+    (kernels.linear_kl, KL, {"bias_q": W[0]}, r"bias_q is \[8\].*expected \[16\]"),
+    (kernels.linear_kl, KL, {"direction": "both"}, "direction is 'both', expected one of 'reverse', 'forward'"),
+    (kernels.linear_kl, KL, {"temperature": -T}, "temperature is .*only numbers above 0"),
     (kernels.gae, GAE, {"rewards": T.double()}, "rewards is .* float64"),
     (kernels.gae, GAE, {"values": T[:3]}, r"values is \[3\].*expected \[4\]"),
     (kernels.gae, GAE, {"values": T.bfloat16()}, "values is .* bfloat16"),
@@ -248,6 +336,30 @@ def test_missing_build_falls_back_with_one_warning(monkeypatch):
     assert len([one for one in caught if one.category is RuntimeWarning]) == 1
     with pytest.raises(RuntimeError, match=r"backend='cpu' is not built.*pip install"):
         kernels.linear_logprob(H, W, Y, backend="cpu")
+
+
+def test_forced_backends(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"backend='cuda' is not built: it is reserved for CUDA C\+\+ for Hopper"):
+        kernels.linear_logprob(H, W, Y, backend="cuda")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="backend='triton' runs on cuda tensors, and on the CPU only with TRITON_INT"):
+        kernels.linear_logprob(H, W, Y, backend="triton")
+
+
+def test_a_backend_without_a_function_leaves_it_to_the_next(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_built", lambda name: name != "triton")
+    monkeypatch.setattr(dispatch, "import_module", lambda name: SimpleNamespace(name=name, make_scanner=None))
+    monkeypatch.setitem(dispatch.PARTS, "gae", "make_scanner")
+    cpu = torch.device("cpu")
+    assert dispatch.resolve("linear_logprob", cpu, None).name == "kernels.cpu"
+    with pytest.raises(ValueError, match="backend='cpu' has no linear_kl"):
+        dispatch.resolve("linear_kl", cpu, "cpu")
+    whole = SimpleNamespace(name="kernels.eager", make_scanner=None, linear_kl=None)
+    partial = SimpleNamespace(name="kernels.cpu", make_scanner=None)
+    monkeypatch.setattr(dispatch, "import_module", {"kernels.cpu": partial, "kernels.eager": whole}.__getitem__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.resolve("linear_kl", cpu, None) is whole
 
 
 def test_import_brings_in_nothing():

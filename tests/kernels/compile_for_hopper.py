@@ -1,0 +1,102 @@
+"""Run the Triton backend's host code on the CPU with every launch turned into a compilation for compute capability 9.0.
+
+No GPU is needed, and nothing is computed: what is seen is whether each kernel compiles with the arguments it is really
+given, and whether it spills registers. Prints a line a kernel: name, variant, bytes of stack.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Local memory of a kernel, which is where registers spill to."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+launch, seen = JITFunction.run, set()
+
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    if kernel.hash not in seen:
+        seen.add(kernel.hash)
+        flags = " ".join(f"{key}={value}" for key, value in kwargs.items() if key.isupper())
+        print(self.__name__, stack_bytes(kernel.asm["cubin"]), flags, flush=True)
+    return kernel
+
+
+def problems(dtype: torch.dtype, hopper: bool):
+    """Inputs that lead to each variant: plain, with a bias, capped, with an entropy bonus, in many chunks."""
+    for width in (64, 576) if hopper else (576,):
+        hidden = torch.randn(320, width, dtype=dtype, requires_grad=True)
+        weight = torch.randn(1008, width, dtype=dtype, requires_grad=True)
+        targets = torch.randint(1008, (320,))
+        yield hidden, weight, targets, {}
+    yield hidden, weight, targets, {"bias": torch.zeros(1008, requires_grad=True), "softcap": 30.0, "entropy_coef": 0.1}
+    if hopper:  # dW over two chunks and over more
+        yield hidden, weight, targets, {"workspace_gib": 9e-4}
+        yield hidden, weight, targets, {"workspace_gib": 3e-4}
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    import kernels
+    import kernels.triton.scanner as scanner
+    from kernels import dispatch
+    from kernels.triton.hopper import products
+
+    scanner.processors = lambda device: 132
+    dispatch.runs_on = lambda name, device: True
+    torch.Tensor.new_empty = torch.Tensor.new_zeros  # the host reads a row count
+    torch.cuda.device = lambda device: nullcontext()
+    for hopper, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        products.is_hopper = lambda device, hopper=hopper: hopper
+        for hidden, weight, targets, settings in problems(dtype, hopper):
+            rows = {name: torch.rand(320) for name in ("token_weights", "advantages", "old_logprobs", "ref_logprobs")}
+            found = kernels.linear_policy_loss(
+                hidden, weight, targets, **rows, kl_coef=0.1, backend="triton", **settings
+            )
+            found.loss.backward()
+            options = {key: value for key, value in settings.items() if key != "entropy_coef"}
+            kernels.linear_logprob(hidden.detach(), weight.detach(), targets, backend="triton", **options)
+    ones, bounds = torch.ones(320), torch.tensor([0, 100, 320])
+    kernels.gae(ones, ones, bounds, 0.9, 0.9, backend="triton")
+    if hasattr(kernels.triton, "linear_kl"):
+        hidden, weight, *_ = next(problems(torch.bfloat16, True))
+        kernels.linear_kl(hidden, weight, hidden.detach(), weight.detach(), backend="triton").sum().backward()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
