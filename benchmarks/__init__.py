@@ -1,0 +1,1 @@
+"""What is measured, how, and against whom: see README.md."""
