@@ -174,8 +174,8 @@ class Train(Section):
     workspace_gib: Annotated[float, Field(gt=0)] = Field(
         1.25, description="Most memory the loss kernels may use besides the gradients, in GiB"
     )
-    kernel_backend: Literal["reference", "cpu"] | None = Field(
-        None, description="Backend of the loss kernels. Default: the fastest one built for the device"
+    kernel_backend: Literal["triton", "cpu", "reference"] | None = Field(
+        None, description="Backend of the loss kernels. Default: the fastest one there is for the device"
     )
 
 
@@ -360,6 +360,12 @@ class Config(Section):
             raise ConfigError("generation.tensor_parallel: only 1 works so far, one whole sampler a rank")
         if self.generation.backend == "vllm" and self.generation.temperature < 0.01:
             raise ConfigError("generation.temperature below 0.01 is changed by vLLM: take generation.backend hf")
+        home = {"triton": "cuda", "cpu": "cpu"}.get(self.train.kernel_backend or "", device_type)
+        if home != device_type:
+            raise ConfigError(
+                f"train.kernel_backend {self.train.kernel_backend} runs on {home}, this run on {device_type}: "
+                "leave it out"
+            )
         if self.model.dtype == "float16" and device_type == "cpu":
             raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
 

@@ -55,6 +55,7 @@ BAD = {
     "reward function": (["--reward.function", "nofunction"], "reward.function"),
     "tensor parallel with hf": (["--generation.tensor_parallel", "2"], "generation.tensor_parallel"),
     "half precision on a CPU": (["--model.dtype", "float16", "--launch.device", "cpu"], "float16"),
+    "kernels of another device": (["--train.kernel_backend", "triton", "--launch.device", "cpu"], "runs on cuda"),
     "name that leaves the folder": (["--name", "../up"], "name = '../up'"),
     "output that cannot be": (["--output_dir", "/dev/null/x"], "output_dir"),
     "environment": (["--env", "{'A=B': 1}"], "env"),
