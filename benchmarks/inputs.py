@@ -94,7 +94,7 @@ def make_inputs(case: Case, device: str, seed: int, like: Inputs | None = None) 
         advantages,
         torch.full((case.T,), 1 / case.T, device=device),
         (logprobs - log_ratio).clamp(max=0),
-        torch.arange(0, case.T + 1, SEQUENCE, device=device, dtype=torch.int32),
+        torch.arange(0, case.T + 1, SEQUENCE, dtype=torch.int32),  # on the CPU, as the kernels like it
         logprobs + 0.1 * noise,
         torch.full((sequences // 2,), 2 / sequences, device=device),
         hidden_q,

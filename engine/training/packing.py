@@ -41,7 +41,7 @@ class Microbatch:
     targets: Tensor
     """[R] int64, those response tokens."""
     cu_seqlens: Tensor
-    """[S + 1] int64, borders of the sequences among the R rows."""
+    """[S + 1] int64 on the CPU, where chunks are planned by it: borders of the sequences among the R rows."""
     last: Tensor
     """[S] int64, position of each sequence's last token."""
 
@@ -103,6 +103,6 @@ def _pack(samples: Sequence[Sample], indices: list[int], counts: bool, device: t
         layout=Layout(torch.cat([zero, ends]).to(device), longest, (sequence * longest + position).to(device)),
         rows=rows.to(device),
         targets=input_ids[rows + 1].to(device),
-        cu_seqlens=torch.cat([zero, (lengths - prompts).cumsum(0)]).to(device),
+        cu_seqlens=torch.cat([zero, (lengths - prompts).cumsum(0)]),
         last=(ends - 1).to(device),
     )

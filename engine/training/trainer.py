@@ -183,7 +183,7 @@ class Trainer:
         """
         weights = []
         for batch in batches:
-            lengths = batch.cu_seqlens.diff()
+            lengths = batch.cu_seqlens.diff().to(batch.rows.device)
             weight = 1.0 / lengths if normalise == "sequence" else torch.ones_like(lengths, dtype=torch.float32)
             weights.append(torch.repeat_interleave(weight, lengths) * batch.counts)
         count = self.world.sum(torch.stack([w.double().sum() for w in weights]).sum())

@@ -17,7 +17,7 @@ from kernels.logits import CAST_BYTES, HeadGradients
 from kernels.triton.divergence import divergence, divergence_terms
 from kernels.triton.hopper.kl import TILE_COLUMNS as HOPPER_COLUMNS
 from kernels.triton.hopper.kl import copied_bytes, fits_hopper, scan_on_hopper
-from kernels.triton.maths import INTERPRETED, LN2, LOG2E, softcapped
+from kernels.triton.maths import INTERPRETED, LOG2E, softcapped
 from kernels.triton.scanner import processors
 
 TILE_ROWS = 32 if INTERPRETED else 128
@@ -38,7 +38,7 @@ class Side(NamedTuple):
     """``[V, H]``, any strides."""
     bias: Tensor
     """``[V]``; not looked at without BIAS."""
-    strides: tuple[int, int, int, int]
+    strides: tuple[int, ...]
     """Of hidden, then of weight."""
 
     @classmethod
@@ -90,8 +90,8 @@ def scan_pair(
 ):  # fmt: skip
     """Scan both heads' logits z of a chunk of rows, which never leave the registers.
 
-    A tile of columns n writes log2 Σ e^z of p and of q, and the divergence of their distributions within the tile in
-    nats, to ``part [3, tiles_n, T]`` fp32.
+    A tile of columns n writes log Σ e^z of p and of q, and the divergence of their distributions within the tile, to
+    ``part [3, tiles_n, T]`` fp32.
 
     Args:
         side_p, side_q: a :class:`Side` each.
@@ -102,12 +102,12 @@ def scan_pair(
         m, n = _place(tile, tiles_m, tiles_n, BAND)
         rows, cols = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
         inside, real = rows < T, cols < V
-        scale = (tl.load(temperature_ptr + rows, mask=inside, other=0.0) * LOG2E)[:, None]
+        scale = tl.load(temperature_ptr + rows, mask=inside, other=0.0)[:, None]
         z_p = _capped_logits(side_p, rows, inside, cols, real, softcap, H_P, BM, BN, BK, BIAS_P, SOFTCAP) * scale
         z_q = _capped_logits(side_q, rows, inside, cols, real, softcap, H_Q, BM, BN, BK, BIAS_Q, SOFTCAP) * scale
         z_p, z_q = tl.where(real[None, :], z_p, float("-inf")), tl.where(real[None, :], z_q, float("-inf"))
         max_p, max_q = tl.maximum(tl.max(z_p, 1), LOWEST), tl.maximum(tl.max(z_q, 1), LOWEST)
-        u_p, u_q = z_p - max_p[:, None], z_q - max_q[:, None]
+        u_p, u_q = (z_p - max_p[:, None]) * LOG2E, (z_q - max_q[:, None]) * LOG2E
         u_a, u_b = (u_q, u_p) if FORWARD else (u_p, u_q)
         e_a, e_b, product, excess = divergence_terms(u_a, u_b, True)
         sum_a, sum_b = tl.sum(e_a, 1), tl.sum(e_b, 1)
@@ -116,8 +116,8 @@ def scan_pair(
         within = tl.where(tl.max(impossible.to(tl.int32), 1) != 0, float("inf"), within)
         sum_p, sum_q = (sum_b, sum_a) if FORWARD else (sum_a, sum_b)
         parts, places = tiles_n.to(tl.int64) * T, n.to(tl.int64) * T + rows
-        tl.store(part_ptr + places, max_p + tl.log2(sum_p), mask=inside)
-        tl.store(part_ptr + parts + places, max_q + tl.log2(sum_q), mask=inside)
+        tl.store(part_ptr + places, max_p + tl.log(sum_p), mask=inside)
+        tl.store(part_ptr + parts + places, max_q + tl.log(sum_q), mask=inside)
         tl.store(part_ptr + 2 * parts + places, within, mask=inside)
 
 
@@ -147,7 +147,9 @@ def combine_tiles(
         log_a = tl.load(a_ptr + places, mask=mask, other=float("-inf"))
         log_b = tl.load(b_ptr + places, mask=mask, other=float("-inf"))
         within = tl.load(part_ptr + 2 * parts + places, mask=mask, other=0.0)
-        e_a, e_b, product, excess = divergence_terms(log_a - max_a[None, :], log_b - max_b[None, :], True)
+        e_a, e_b, product, excess = divergence_terms(
+            (log_a - max_a[None, :]) * LOG2E, (log_b - max_b[None, :]) * LOG2E, True
+        )
         sum_a += tl.sum(e_a, 0)
         sum_b += tl.sum(e_b, 0)
         products += tl.sum(product, 0)
@@ -156,7 +158,7 @@ def combine_tiles(
         inner += tl.sum(tl.where(within == float("inf"), within, e_a * within), 0)
     kl = divergence(sum_a, sum_b, products, excesses) + inner / sum_a
     kl = tl.where(inner == float("inf"), inner, tl.where(kl < 0, 0.0, kl))
-    lse_a, lse_b = (max_a + tl.log2(sum_a)) * LN2, (max_b + tl.log2(sum_b)) * LN2
+    lse_a, lse_b = max_a + tl.log(sum_a), max_b + tl.log(sum_b)
     lse_p, lse_q = (lse_b, lse_a) if FORWARD else (lse_a, lse_b)
     tl.store(kl_ptr + rows, kl, mask=inside)
     tl.store(lse_p_ptr + rows, lse_p, mask=inside)
@@ -218,10 +220,11 @@ def close_rows(
     lse_p_ptr, temperature_ptr, live_ptr, dz_ptr, part_ptr, column_ptr, softcap, count, V, tiles_n, dz_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Write dz of each row's likeliest token again, as what makes the row's gradient by the logits sum to 0.
+    """Write dz of each row's likeliest token again, without its part of the logsumexps' rounding.
 
-    As its p → 1 its own g is a difference of nearly equal numbers, of which little would be left but the rounding of
-    the logsumexps; the others' g have no such trouble. Arguments are those of :func:`pair_gradient`.
+    An error of the logsumexps or the KL adds a multiple of p to the row's g, which sum to 0: the multiple is Σ g. It
+    matters where p → 1, whose own g is a difference of nearly equal numbers. g − p·Σ g is then the others' −Σ g, which
+    has no such trouble. Arguments are those of :func:`pair_gradient`.
     """
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = places < count
@@ -248,19 +251,21 @@ def close_rows(
         best = tl.where(better, new_best, best)
     rows = tl.load(live_ptr + places, mask=inside, other=0)
     scale = tl.load(temperature_ptr + rows, mask=inside, other=1.0)
-    dz = -others * scale
+    p = tl.exp(best)
+    dz = (held * (1.0 - p) - others * p) * scale
     if SOFTCAP:
         capped = (best + tl.load(lse_p_ptr + rows, mask=inside, other=0.0)) / (scale * softcap)
         dz *= 1.0 - capped * capped
-    tl.store(dz_ptr + places.to(tl.int64) * dz_stride + column, dz.to(dz_ptr.dtype.element_ty), mask=inside & (column < V))
+    spot = places.to(tl.int64) * dz_stride + column
+    tl.store(dz_ptr + spot, dz.to(dz_ptr.dtype.element_ty), mask=inside & (column < V))
 
 
 def _blocks(softcap: float | None, *sides: Side) -> dict[str, Any]:
-    """What both passes over the logits are compiled with."""
+    """What both passes over the logits are compiled with; fp32 operands leave room for half as many logits."""
     wide = any(tensor.dtype == torch.float32 for side in sides for tensor in (side.hidden, side.weight))
     return {
-        "BM": TILE_ROWS, "BN": TILE_COLUMNS, "BK": 32 if wide else 64, "BAND": BAND, "SOFTCAP": softcap is not None,
-        "num_warps": 8, "num_stages": 2 if wide else 3,
+        "BM": min(TILE_ROWS, 64) if wide else TILE_ROWS, "BN": TILE_COLUMNS, "BK": 32 if wide else 64, "BAND": BAND,
+        "SOFTCAP": softcap is not None, "num_warps": 8, "num_stages": 2 if wide else 3,
     }  # fmt: skip
 
 
@@ -276,7 +281,7 @@ def linear_kl(
     tiles = triton.cdiv(vocabulary, HOPPER_COLUMNS if on_hopper else TILE_COLUMNS)
     bytes_per_row = 12 * tiles + 4 + (copied_bytes(hidden_p) + copied_bytes(hidden_q) if on_hopper else 0)
     spans = even_spans(count, max(1, int(workspace) // bytes_per_row))
-    part = hidden_p.new_empty(3 * tiles * (spans[0].rows.stop), dtype=torch.float32)
+    part = hidden_p.new_empty(3 * tiles * spans[0].rows.stop, dtype=torch.float32)
     programs = processors(hidden_p.device)
     for span in spans:
         rows = span.rows
@@ -288,11 +293,11 @@ def linear_kl(
             )
         else:
             sides = Side.of(hidden_p[rows], head_p), Side.of(hidden_q[rows], head_q)
-            blocks = triton.cdiv(size, TILE_ROWS) * tiles
-            scan_pair[(min(blocks, 4 * programs),)](
+            blocks = _blocks(head_p.softcap, *sides)
+            scan_pair[(min(triton.cdiv(size, blocks["BM"]) * tiles, 4 * programs),)](
                 *sides, temperature, part, head_p.softcap or 0.0, size, vocabulary, hidden_p.shape[1],
                 hidden_q.shape[1], BIAS_P=head_p.bias is not None, BIAS_Q=head_q.bias is not None, FORWARD=forward,
-                **_blocks(head_p.softcap, *sides),
+                **blocks,
             )  # fmt: skip
         combine_tiles[(triton.cdiv(size, PART_ROWS),)](
             part, kl[rows], lse_p[rows], lse_q[rows], size, tiles, PART_ROWS, PART_TILES, FORWARD=forward
@@ -317,7 +322,7 @@ def linear_kl_backward(
     vocabulary, width = head_p.weight.shape
     dtype, softcap = product_dtype(hidden_p.dtype), head_p.softcap
     tiles, pitch = triton.cdiv(vocabulary, TILE_COLUMNS), triton.cdiv(vocabulary, 8) * 8
-    # dz, what close_rows reads, and the live rows of hidden and of its gradient, which may be converted.
+    # dz, what close_rows reads, and HeadGradients' rows of hidden and of its gradient, in both dtypes.
     bytes_per_row = pitch * dtype.itemsize + 16 * tiles + width * (2 * dtype.itemsize + 2 * hidden_p.dtype.itemsize)
     fixed = 0 if hidden_p.dtype == torch.float32 else CAST_BYTES
     live = dkl.nonzero().squeeze(1)
@@ -326,6 +331,7 @@ def linear_kl_backward(
     if len(live) == 0:
         return gradients.finish()
     sides, size = (Side.of(hidden_p, head_p), Side.of(hidden_q, head_q)), spans[0].rows.stop
+    blocks = _blocks(softcap, *sides)
     dz = hidden_p.new_empty(size, pitch, dtype=dtype)
     part = hidden_p.new_empty(3 * tiles * size, dtype=torch.float32)
     column = hidden_p.new_empty(tiles * size, dtype=torch.int32)
@@ -334,11 +340,10 @@ def linear_kl_backward(
     for span in spans:
         rows = live[span.rows]
         count = len(rows)
-        blocks = triton.cdiv(count, TILE_ROWS) * tiles
-        pair_gradient[(min(blocks, 4 * processors(hidden_p.device)),)](
+        pair_gradient[(min(triton.cdiv(count, blocks["BM"]) * tiles, 4 * processors(hidden_p.device)),)](
             *sides, row_data, rows, dz, part, column, softcap or 0.0, count, vocabulary, pitch, width,
             hidden_q.shape[1], BIAS_P=head_p.bias is not None, BIAS_Q=head_q.bias is not None,
-            FORWARD=direction == "forward", **_blocks(softcap, *sides),
+            FORWARD=direction == "forward", **blocks,
         )  # fmt: skip
         close_rows[(triton.cdiv(count, PART_ROWS),)](
             lse_p, temperature, rows, dz, part, column, softcap or 0.0, count, vocabulary, tiles, pitch,

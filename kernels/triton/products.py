@@ -1,6 +1,6 @@
 """The three products around a chunk's E, as Triton and torch.mm have them anywhere or in Hopper's own kernels."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.head import Needs, Problem, product_dtype
 from kernels.triton.maths import INTERPRETED
-from kernels.triton.scan import anchored_scan
+from kernels.triton.scan import anchored_scan, tuned_scan
 
 if TYPE_CHECKING:
     from kernels.triton.scanner import AnchoredScanner
@@ -65,24 +65,25 @@ class Products:
         """What ``set_anchor`` marks the tiles of logits that hold a target in, if the scan wants that."""
         return None
 
-    def portable_scan(self, scanner: "AnchoredScanner", listed: bool, maximum: bool, tile: tuple[int, int]) -> None:
-        """Launch the portable scan of the whole chunk, or of the rows whose anchor missed."""
-        head, count = self.problem.head, len(scanner.hidden)
-        rows, columns = tile
-        tiles = triton.cdiv(count, rows) * scanner.tiles
-        anchored_scan[(min(tiles, 4 * self.programs),)](
-            scanner.hidden, head.weight, self.scanned if scanner.keeps else scanner.totals, scanner.temperature,
+    def scan_arguments(self, scanner: "AnchoredScanner") -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every launch of the portable scan is given."""
+        head, hidden = self.problem.head, scanner.hidden
+        arguments = (
+            hidden, head.weight, self.scanned if scanner.keeps else scanner.totals, scanner.temperature,
             scanner.anchor, scanner.target, scanner.anchor if head.bias is None else head.bias, scanner.totals,
-            scanner.weighted, scanner.list, scanner.missed, head.softcap or 0.0, count, self.vocabulary,
-            scanner.hidden.stride(0), *head.weight.stride(), self.pitch, self.width, BM=rows, BN=columns,
-            BK=32 if scanner.hidden.dtype == torch.float32 else 64, LISTED=listed, MAXIMUM=maximum,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, STORE=scanner.keeps and not maximum,
-            num_warps=4 if rows == LISTED_ROWS else 8, num_stages=2 if scanner.hidden.dtype == torch.float32 else 3,
+            scanner.weighted, scanner.list, scanner.missed, head.softcap or 0.0, len(hidden), self.vocabulary,
+            hidden.stride(0), *head.weight.stride(), self.pitch, self.width,
         )  # fmt: skip
+        return arguments, {"BIAS": head.bias is not None, "SOFTCAP": head.softcap is not None}
 
     def rescan(self, scanner: "AnchoredScanner", maximum: bool) -> None:
-        """Scan the listed rows again: for their largest logit, or with their new anchor."""
-        self.portable_scan(scanner, True, maximum, (LISTED_ROWS, self.scan_columns))
+        """Scan the rows whose anchor missed again: for their largest logit, or with their new anchor."""
+        arguments, flags = self.scan_arguments(scanner)
+        tiles = triton.cdiv(len(scanner.hidden), LISTED_ROWS) * scanner.tiles
+        anchored_scan[(min(tiles, 4 * self.programs),)](
+            *arguments, **flags, BM=LISTED_ROWS, BN=self.scan_columns, BK=32, LISTED=True, MAXIMUM=maximum,
+            STORE=scanner.keeps and not maximum, num_warps=4,
+        )  # fmt: skip
 
 
 class PortableProducts(Products):
@@ -100,7 +101,13 @@ class PortableProducts(Products):
         self.fixed_bytes = 0 if self.dtype == problem.hidden.dtype else CAST_BYTES
 
     def scan(self, scanner: "AnchoredScanner", has_target: Tensor | None) -> None:
-        self.portable_scan(scanner, False, False, (self.tile_rows, self.scan_columns))
+        arguments, flags = self.scan_arguments(scanner)
+        flags |= {"BN": self.scan_columns, "LISTED": False, "MAXIMUM": False, "STORE": scanner.keeps}
+        grid = (4 * self.programs,)
+        if INTERPRETED:
+            anchored_scan[grid](*arguments, **flags, BM=self.tile_rows, BK=64)
+        else:
+            tuned_scan[grid](*arguments, **flags)
 
     def backward(self, scanner: "AnchoredScanner", rows: slice) -> None:
         live = int(scanner.plan[0])  # the host waits here, once a chunk

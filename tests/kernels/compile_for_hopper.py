@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 
@@ -56,6 +57,13 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     return kernel
 
 
+def compile_all(self, *args, **kwargs):
+    """Every configuration that would be timed."""
+    arguments = dict(zip(self.arg_names, args, strict=False))
+    for config in self.early_config_prune(self.configs, arguments, **kwargs):
+        self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
 def problems(dtype: torch.dtype, hopper: bool):
     """Inputs that lead to each variant: plain, with a bias, capped, with an entropy bonus, in many chunks."""
     for width in (64, 576) if hopper else (576,):
@@ -72,17 +80,20 @@ def problems(dtype: torch.dtype, hopper: bool):
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
+    Autotuner.run = compile_all
     import kernels
+    import kernels.triton.kl as kl
     import kernels.triton.scanner as scanner
     from kernels import dispatch
+    from kernels.triton.hopper import kl as hopper_kl
     from kernels.triton.hopper import products
 
-    scanner.processors = lambda device: 132
+    scanner.processors = kl.processors = lambda device: 132
     dispatch.runs_on = lambda name, device: True
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # the host reads a row count
     torch.cuda.device = lambda device: nullcontext()
     for hopper, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        products.is_hopper = lambda device, hopper=hopper: hopper
+        products.is_hopper = hopper_kl.is_hopper = lambda device, hopper=hopper: hopper
         for hidden, weight, targets, settings in problems(dtype, hopper):
             rows = {name: torch.rand(320) for name in ("token_weights", "advantages", "old_logprobs", "ref_logprobs")}
             found = kernels.linear_policy_loss(
@@ -91,11 +102,14 @@ def main() -> None:
             found.loss.backward()
             options = {key: value for key, value in settings.items() if key != "entropy_coef"}
             kernels.linear_logprob(hidden.detach(), weight.detach(), targets, backend="triton", **options)
+            bias = options.pop("bias", None)
+            for direction in ("reverse", "forward"):
+                kernels.linear_kl(
+                    hidden, weight, hidden[:, :48].detach(), weight[:, :48].detach(), bias_p=bias,
+                    direction=direction, backend="triton", **options,
+                ).sum().backward()  # fmt: skip
     ones, bounds = torch.ones(320), torch.tensor([0, 100, 320])
     kernels.gae(ones, ones, bounds, 0.9, 0.9, backend="triton")
-    if hasattr(kernels.triton, "linear_kl"):
-        hidden, weight, *_ = next(problems(torch.bfloat16, True))
-        kernels.linear_kl(hidden, weight, hidden.detach(), weight.detach(), backend="triton").sum().backward()
 
 
 if __name__ == "__main__":

@@ -95,6 +95,24 @@ def test_temperature_per_row_and_softcap(run, tools, direction):
         assert tools.relative_error(value, exact_value) < run.gradient_rounding
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_many_tiles_strides_and_two_dtypes(run, tools, direction):
+    """A vocabulary of more tiles than are combined at a time, with the mass of p and q in different ones."""
+    p, q = two_heads(tools, run, 2, 5003)
+    p.weight[:40] *= 3
+    q.weight[4900:] *= 3
+    p = replace(p, hidden=p.hidden.bfloat16(), weight=p.weight.bfloat16().t().contiguous().t())
+    q = replace(q, hidden=q.hidden.repeat_interleave(2, 1)[:, ::2])
+    own, exact = p.leaves(), p.leaves(torch.float64)
+    exact_q = replace(q, hidden=q.hidden.double(), weight=q.weight.double())
+    found = divergence(kernels.linear_kl, own, q, direction=direction, backend=run.backend)
+    truth = divergence(kernels.reference.linear_kl, exact, exact_q, direction=direction)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+    mine = torch.autograd.grad(found.sum(), own.inputs)
+    for value, exact_value in zip(mine, torch.autograd.grad(truth.sum(), exact.inputs), strict=True):
+        assert tools.relative_error(value, exact_value) < 5e-3
+
+
 def test_nearly_equal_heads_keep_their_digits(run, tools):
     """KL of 1e-5 and less, far below the rounding of a logsumexp."""
     p, _ = two_heads(tools, run, 9, 257)

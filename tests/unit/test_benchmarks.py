@@ -182,6 +182,7 @@ def test_a_gpu_measurement_in_which_the_driver_gave_memory_is_repeated(monkeypat
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_device_alloc": driver_allocations.pop(0)})
     clock = object.__new__(CudaClock)
     clock.buffer, clock.start, clock.stop = torch.empty(8), FakeEvent(), FakeEvent()
+    clock.matrix, clock.product = torch.eye(2), torch.empty(2, 2)
     seen = []
     assert clock.measure(lambda: seen.append(1)) == 7.0
     assert len(seen) == calls and not driver_allocations

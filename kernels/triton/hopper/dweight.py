@@ -41,11 +41,10 @@ def _producer(
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, ring, sums, dw_desc, dw_halves, plan_ptr, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr, BUFFERS: gl.constexpr,
     BEFORE: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     dw_ptr, sum_ptr = sums
-    dw_half = dw_halves.index(GROUP)
     steps = gl.cdiv(gl.load(plan_ptr), BK)
     tiles_m, tiles_n = gl.cdiv(V, ROWS * GROUPS), gl.cdiv(H, BN)
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -79,7 +78,9 @@ def _consumer(
         else:
             halves = acc.to(gl.bfloat16).reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
             for half in gl.static_range(2):
-                tma.store_wait(0)
+                if half % BUFFERS == 0:
+                    tma.store_wait(0)
+                dw_half = dw_halves.index(GROUP * BUFFERS + half % BUFFERS)
                 dw_half.store(halves[half])
                 fence_async_shared()
                 tma.async_copy_shared_to_global(dw_desc, [row, col + half * (BN // 2)], dw_half)
@@ -89,7 +90,7 @@ def _consumer(
 @gluon.jit
 def dweight_product(
     e_desc, x_desc, dw_ptr, sum_ptr, dw_desc, plan_ptr, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr, BUFFERS: gl.constexpr,
     BEFORE: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Σ_i E[i, v]·X[i] over the ``plan[0]`` live rows i, for every v; E and X hold numbers up to the next 64.
@@ -99,7 +100,7 @@ def dweight_product(
     """
     e = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, BK, ROWS], e_desc.layout)
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], x_desc.layout)
-    dw = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, ROWS, BN // 2], dw_desc.layout)
+    dw = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * BUFFERS, ROWS, BN // 2], dw_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
@@ -107,8 +108,8 @@ def dweight_product(
     sums = (dw_ptr, sum_ptr)
     gl.warp_specialize(
         [
-            (_consumer, (0, ring, sums, dw_desc, dw, plan_ptr, V, H, BN, STAGES, BAND, LAG, BEFORE, AFTER)),
-            (_consumer, (1, ring, sums, dw_desc, dw, plan_ptr, V, H, BN, STAGES, BAND, LAG, BEFORE, AFTER)),
+            (_consumer, (0, ring, sums, dw_desc, dw, plan_ptr, V, H, BN, STAGES, BAND, LAG, BUFFERS, BEFORE, AFTER)),
+            (_consumer, (1, ring, sums, dw_desc, dw, plan_ptr, V, H, BN, STAGES, BAND, LAG, BUFFERS, BEFORE, AFTER)),
             (_producer, (e_desc, x_desc, ring, plan_ptr, V, H, BN, STAGES, BAND)),
         ],
         [4, 1],

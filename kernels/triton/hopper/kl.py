@@ -28,7 +28,7 @@ PIECE = gl.constexpr(32)
 DEPTH = 32
 STAGES = 4
 LAG = 1
-BAND = 16
+BAND = 8
 
 
 @gluon.jit
@@ -52,9 +52,11 @@ def _producer(
 def _pieces(x, COUNT: gl.constexpr):
     """The columns of ``x [ROWS, N]`` in so many equal parts, a power of two."""
     if COUNT == 1:
-        return (x,)
-    low, high = x.reshape((ROWS, 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-    return _pieces(low, COUNT // 2) + _pieces(high, COUNT // 2)
+        parts = (x,)
+    else:
+        low, high = x.reshape((ROWS, 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+        parts = _pieces(low, COUNT // 2) + _pieces(high, COUNT // 2)
+    return parts
 
 
 @gluon.jit
@@ -65,10 +67,12 @@ def _thread_sums(x):
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, ring, store, temperature_ptr, part_ptr, T, V, H_P: gl.constexpr, H_Q: gl.constexpr,
+    GROUP: gl.constexpr, ring, store, rows_data, T, V, H_P: gl.constexpr, H_Q: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
     FORWARD: gl.constexpr,
 ):  # fmt: skip
+    temperature_ptr, part_ptr = rows_data
+    own = store.index(GROUP)
     PIECES: gl.constexpr = BN // PIECE
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     inner: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
@@ -89,9 +93,7 @@ def _consumer(
         if (n + 1) * BN > V:
             acc = gl.where(real[None, :], acc, -1e30)
         max_p = gl.max(acc, 1) * scale
-        pieces = _pieces(acc, PIECES)
-        for i in gl.static_range(PIECES):
-            store.index(GROUP * PIECES + i).store(gl.convert_layout(pieces[i], inner))
+        own.store(acc)
 
         acc = gl.zeros((ROWS, BN), gl.float32, layout)
         acc, turn, phase = consume_tile(
@@ -105,7 +107,7 @@ def _consumer(
         factor = gl.convert_layout(scale, row)[:, None]
         shift_p, shift_q = gl.convert_layout(max_p, row)[:, None], gl.convert_layout(max_q, row)[:, None]
         for i in gl.static_range(PIECES):
-            u_p = store.index(GROUP * PIECES + i).load(inner) * factor - shift_p
+            u_p = own.slice(i * PIECE, PIECE, dim=1).load(inner) * factor - shift_p
             u_q = gl.convert_layout(pieces[i], inner) * factor - shift_q
             u_a, u_b = (u_q, u_p) if FORWARD else (u_p, u_q)
             e_a, e_b, product, excess = divergence_terms(u_a, u_b, False)
@@ -121,8 +123,8 @@ def _consumer(
         within = divergence(sum_a, sum_b, gl.sum(products, 1), gl.sum(excesses, 1))
         sum_p, sum_q = (sum_b, sum_a) if FORWARD else (sum_a, sum_b)
         places, parts = n.to(gl.int64) * T + rows, tiles_n.to(gl.int64) * T
-        log_p = max_p + gl.convert_layout(gl.log2(sum_p), gl.SliceLayout(1, layout))
-        log_q = max_q + gl.convert_layout(gl.log2(sum_q), gl.SliceLayout(1, layout))
+        log_p = max_p * LN2 + gl.convert_layout(gl.log(sum_p), gl.SliceLayout(1, layout))
+        log_q = max_q * LN2 + gl.convert_layout(gl.log(sum_q), gl.SliceLayout(1, layout))
         gl.store(part_ptr + places, log_p, mask=inside)
         gl.store(part_ptr + parts + places, log_q, mask=inside)
         gl.store(part_ptr + 2 * parts + places, gl.convert_layout(within, gl.SliceLayout(1, layout)), mask=inside)
@@ -141,19 +143,21 @@ def scan_pair(
     """
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], x_p_desc.layout)
     w = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w_p_desc.layout)
-    # Where the tensor cores leave them, a thread's 2 × 2 neighbours in 16 bytes and all threads' side by side.
-    own: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16]]
-    )
-    store = gl.allocate_shared_memory(gl.float32, [GROUPS * (BN // PIECE), ROWS, PIECE], own)
+    # A thread's 2 × 2 neighbours, as the tensor cores leave them, in 16 bytes, and all threads' side by side.
+    by_thread: gl.constexpr = gl.SharedLinearLayout([
+        [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
+        [0, 8], [0, 16], [0, 32], [0, 64], [0, 128],
+    ])  # fmt: skip
+    store = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, BN], by_thread)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
     ring = (x, w, full, empty, lead)
+    rows = (temperature_ptr, part_ptr)
     gl.warp_specialize(
         [
-            (_consumer, (0, ring, store, temperature_ptr, part_ptr, T, V, H_P, H_Q, BN, BK, STAGES, BAND, LAG, FORWARD)),
-            (_consumer, (1, ring, store, temperature_ptr, part_ptr, T, V, H_P, H_Q, BN, BK, STAGES, BAND, LAG, FORWARD)),
+            (_consumer, (0, ring, store, rows, T, V, H_P, H_Q, BN, BK, STAGES, BAND, LAG, FORWARD)),
+            (_consumer, (1, ring, store, rows, T, V, H_P, H_Q, BN, BK, STAGES, BAND, LAG, FORWARD)),
             (_producer, (x_p_desc, w_p_desc, x_q_desc, w_q_desc, ring, T, V, H_P, H_Q, BN, BK, STAGES, BAND)),
         ],
         [4, 1],

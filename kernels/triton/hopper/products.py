@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 TILE_ROWS = ROWS.value * GROUPS.value
 DEPTH = BK.value
 SCAN_COLUMNS = 256
-STAGES = 4
-LAG = 1
-BAND = 16
-DWEIGHT_BAND = 8
+# Fastest on an H100 (STAGES of the ring, BAND of tile rows, LAG of the second warpgroup, BUFFERS an output waits in).
+SCAN = {"STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
+DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
+DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
 
 
 @cache
@@ -109,8 +109,8 @@ class HopperProducts(Products):
             descriptor(e, ROWS.value, columns), self.scanned if store == "fp32" else scanner.totals, self.pitch,
             scanner.temperature, scanner.anchor, scanner.target, scanner.anchor if head.bias is None else head.bias,
             has_target, scanner.totals, scanner.weighted,
-            head.softcap or 1.0, count, self.vocabulary, self.width, BN=SCAN_COLUMNS, STAGES=STAGES, BAND=BAND,
-            LAG=LAG, BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, STORE=store, num_warps=4,
+            head.softcap or 1.0, count, self.vocabulary, self.width, BN=SCAN_COLUMNS, **SCAN,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, STORE=store, num_warps=4,
         )  # fmt: skip
 
     def backward(self, scanner: "AnchoredScanner", rows: slice) -> None:
@@ -121,11 +121,11 @@ class HopperProducts(Products):
             dhidden_product[(self.programs,)](
                 descriptor(e, ROWS.value, DEPTH), descriptor(self.problem.head.weight, DEPTH, columns), self.factor,
                 scanner.source, dhidden, self.partial, scanner.plan, self.vocabulary, self.width, BN=columns,
-                STAGES=STAGES, BAND=BAND, LAG=LAG, num_warps=4,
+                **DHIDDEN, num_warps=4,
             )  # fmt: skip
             row_kernels.finish_dhidden[(2 * self.programs,)](
                 self.partial, self.factor, scanner.source, dhidden, scanner.plan, triton.cdiv(self.width, columns),
-                self.width, BAND, TILE_ROWS, columns, ROWS=16,
+                self.width, DHIDDEN["BAND"], TILE_ROWS, columns, ROWS=16,
             )  # fmt: skip
         if self.dweight is not None:
             last = self.done == self.chunks - 1
@@ -135,7 +135,7 @@ class HopperProducts(Products):
             dweight_product[(self.programs,)](
                 descriptor(e, DEPTH, ROWS.value), descriptor(self.scaled[:places], DEPTH, columns), self.dweight,
                 self.dweight if self.sums is None else self.sums, descriptor(self.dweight, ROWS.value, columns // 2),
-                scanner.plan, self.vocabulary, self.width, BN=columns, STAGES=STAGES, BAND=DWEIGHT_BAND, LAG=LAG,
+                scanner.plan, self.vocabulary, self.width, BN=columns, **DWEIGHT,
                 BEFORE=before, AFTER=after, num_warps=4,
             )  # fmt: skip
         self.done += 1

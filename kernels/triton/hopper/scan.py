@@ -35,12 +35,11 @@ def _producer(
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, ring, rows_data, output, T, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr, BUFFERS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     temperature_ptr, anchor_ptr, target_ptr, bias_ptr, has_target_ptr, total_ptr, weighted_ptr, softcap = rows_data
     e_desc, e_halves, e_ptr, e_stride = output
-    e_half = e_halves.index(GROUP)
     tiles_m, tiles_n = gl.cdiv(T, ROWS * GROUPS), gl.cdiv(V, BN)
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     turn = 0
@@ -81,7 +80,9 @@ def _consumer(
         if STORE == "bf16":
             halves = e.to(gl.bfloat16).reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
             for half in gl.static_range(2):
-                tma.store_wait(0)
+                if half % BUFFERS == 0:
+                    tma.store_wait(0)
+                e_half = e_halves.index(GROUP * BUFFERS + half % BUFFERS)
                 e_half.store(halves[half])
                 fence_async_shared()
                 tma.async_copy_shared_to_global(e_desc, [first_row, n * BN + half * (BN // 2)], e_half)
@@ -99,7 +100,8 @@ def anchored_scan(
     x_desc, w_desc, e_desc, e_ptr, e_stride,
     temperature_ptr, anchor_ptr, target_ptr, bias_ptr, has_target_ptr, total_ptr, weighted_ptr,
     softcap, T, V, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-    LAG: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
+    LAG: gl.constexpr, BUFFERS: gl.constexpr,
+    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """:func:`kernels.triton.scan.anchored_scan` for bf16, with ``has_target [row blocks of 64, tiles_n]`` int8.
 
@@ -107,7 +109,7 @@ def anchored_scan(
     """
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], x_desc.layout)
     w = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w_desc.layout)
-    e = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, ROWS, BN // 2], e_desc.layout)
+    e = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * BUFFERS, ROWS, BN // 2], e_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
@@ -118,11 +120,11 @@ def anchored_scan(
         [
             (
                 _consumer,
-                (0, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BIAS, SOFTCAP, STORE),
+                (0, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
             ),
             (
                 _consumer,
-                (1, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BIAS, SOFTCAP, STORE),
+                (1, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
             ),
             (_producer, (x_desc, w_desc, ring, T, V, H, BN, STAGES, BAND)),
         ],
