@@ -85,6 +85,7 @@ def row_statistics(
     total = rest + tl.exp(above)
     log_sum = tl.log(total)
     entropy = (rest * log_sum - weighted) / total - tl.where(p > 0, p * logprob, 0.0)
+    entropy = tl.where(entropy < 0, 0.0, entropy)  # where the anchor is far off, two terms of 40 nats cancel
     tl.store(logprob_ptr + rows, tl.where(valid, logprob, 0.0), mask=inside)
     tl.store(entropy_ptr + rows, tl.where(valid, entropy, 0.0), mask=inside)
     tl.store(rest_ptr + rows, rest, mask=inside)
