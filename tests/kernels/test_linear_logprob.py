@@ -218,6 +218,8 @@ def test_repeats_are_bitwise_equal(run, tools):
 @pytest.mark.parametrize("share", ["one", "all"])
 def test_a_wrong_anchor_changes_nothing(run, tools, nats, share):
     """A guess that is far off costs time; neither its own row nor its neighbours in dW may show it."""
+    if run.interpreted and nats in (30, -30, 85, -60, 120):
+        pytest.skip("one guess on each side of the limit, and one without sense, are enough for the interpreter")
     problem = tools.make_problem(13, 127, device=run.device)
     exact = tools.exact_logprobs(problem)
     chosen = problem.weight[problem.targets.clamp(min=0)]

@@ -54,6 +54,8 @@ SETTINGS = {
 def test_matches_fp64(run, tools, settings, chunk):
     """With 25 rows a chunk all sequences fit a chunk but not together, with the last no sequence fits."""
     problem = tools.make_problem(ROWS, VOCABULARY, width=16, kind="masked", device=run.device)
+    if run.interpreted and chunk != 25 and settings not in (SETTINGS["entropy"], SETTINGS["sequence-importance"]):
+        pytest.skip("chunks know nothing of the loss: two losses are enough for the interpreter")
     if run.interpreted and chunk == 1:
         chunk = 16  # still too few for a sequence
     workspace = tools.workspace_for(run, problem, chunk)
