@@ -1,7 +1,7 @@
 """Time the Hopper kernels' ring variants against cuBLAS's product of the same shape: ``python -m benchmarks.rings``.
 
-A development tool: it shows which STAGES, BAND, LAG and BUFFERS belong in ``kernels/triton/hopper/products.py``. The
-variants follow one another without a pause, as the products of a chunk do: an H100 lowers its clock after some
+A development tool: it shows which BK, STAGES, BAND, LAG and BUFFERS belong in ``kernels/triton/hopper/products.py``.
+The variants follow one another without a pause, as the products of a chunk do: an H100 lowers its clock after some
 milliseconds of such work, and what is fastest cold need not be fastest then.
 """
 
@@ -17,8 +17,15 @@ import triton
 
 VOCABULARY, ROWS = 151936, 4096
 SCAN_COLUMNS = 256
-RINGS = ("STAGES", "BAND", "LAG", "BUFFERS")
-SCANS = [(4, 16, 1, 1), (4, 8, 1, 1), (3, 16, 1, 2), (3, 8, 1, 2)]
+RINGS = ("STAGES", "BAND", "LAG", "BUFFERS", "BK")
+SCANS = [
+    (4, 16, 1, 1, 64),
+    (4, 16, 2, 1, 64),
+    (3, 16, 1, 2, 64),
+    (8, 16, 2, 1, 32),
+    (8, 16, 3, 1, 32),
+    (8, 16, 4, 1, 32),
+]
 DHIDDENS = [(4, 8, 1), (4, 16, 1)]
 DWEIGHTS = [(4, 8, 1, 1), (4, 16, 1, 1), (3, 8, 1, 2)]
 
@@ -37,11 +44,14 @@ class Chunk(NamedTuple):
     targets: torch.Tensor
     has_target: torch.Tensor
     sums: torch.Tensor
+    source: torch.Tensor
     plan: torch.Tensor
 
 
 def make_chunk(width: int) -> Chunk:
     """Flat logits of standard deviation 1."""
+    from kernels.triton.hopper.products import output_columns
+
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(ROWS, width, device="cuda", generator=generator).bfloat16()
     weight = (torch.randn(VOCABULARY, width, device="cuda", generator=generator) / width**0.5).bfloat16()
@@ -49,13 +59,14 @@ def make_chunk(width: int) -> Chunk:
     tiles = triton.cdiv(VOCABULARY, SCAN_COLUMNS)
     has_target = torch.zeros(ROWS // 64, tiles, device="cuda", dtype=torch.int8)
     has_target[torch.arange(ROWS, device="cuda") // 64, targets // SCAN_COLUMNS] = 1
+    whole_tiles = ROWS // 128 * triton.cdiv(width, output_columns(width))
     dlogits = (hidden @ weight.t()).softmax(1)
     dlogits *= torch.randn(ROWS, 1, device="cuda", generator=generator).bfloat16()
     return Chunk(
         hidden, weight, torch.empty_like(dlogits), dlogits, torch.empty_like(hidden), torch.zeros_like(weight),
         torch.ones(ROWS, device="cuda"), torch.full((ROWS,), 12.4, device="cuda"), targets.int(), has_target,
-        torch.empty(2, tiles * ROWS, device="cuda"),
-        torch.tensor([ROWS, 0, ROWS // 128 * triton.cdiv(width, 256), 1], device="cuda", dtype=torch.int32),
+        torch.empty(2, tiles * ROWS, device="cuda"), torch.arange(ROWS, device="cuda", dtype=torch.int32),
+        torch.tensor([ROWS, 0, whole_tiles, 1], device="cuda", dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -63,7 +74,7 @@ def variants(chunk: Chunk) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """(kernel, variant, call); the call named "cuBLAS" of each kernel comes first."""
     from kernels.triton.hopper.dhidden import dhidden_product
     from kernels.triton.hopper.dweight import dweight_product
-    from kernels.triton.hopper.products import descriptor
+    from kernels.triton.hopper.products import b_descriptors, descriptor, output_columns
     from kernels.triton.hopper.scan import anchored_scan
 
     width = chunk.hidden.shape[1]
@@ -74,24 +85,26 @@ def variants(chunk: Chunk) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 
     def scan(values: tuple[int, ...], store: str) -> None:
         anchored_scan[grid](
-            descriptor(chunk.hidden, 64, 64), descriptor(chunk.weight, SCAN_COLUMNS, 64),
+            descriptor(chunk.hidden, 64, values[-1]), descriptor(chunk.weight, SCAN_COLUMNS, values[-1]),
             descriptor(chunk.e if store else chunk.weight, 64, SCAN_COLUMNS // 2), chunk.sums[0], VOCABULARY, chunk.row,
             chunk.anchor, chunk.targets, chunk.anchor, chunk.has_target, *chunk.sums, 1.0, ROWS, VOCABULARY, width,
             BN=SCAN_COLUMNS, **ring(values), BIAS=False, SOFTCAP=False, STORE=store, num_warps=4,
         )  # fmt: skip
 
+    columns = output_columns(width)
+    box = 64 if columns == 192 else 128
+
     def dhidden(values: tuple[int, ...]) -> None:
         dhidden_product[grid](
-            descriptor(chunk.e, 64, 64), descriptor(chunk.weight, 64, 256), chunk.row, torch.arange(
-                ROWS, device="cuda", dtype=torch.int32
-            ), chunk.dhidden, chunk.sums[0], chunk.plan, VOCABULARY, width, BN=256, **ring(values), num_warps=4,
+            descriptor(chunk.e, 64, 64), *b_descriptors(chunk.weight, columns), chunk.row, chunk.source, chunk.dhidden,
+            chunk.sums[0], chunk.plan, VOCABULARY, width, BN=columns, TAIL=columns % 128, **ring(values), num_warps=4,
         )  # fmt: skip
 
-    def dweight(values: tuple[int, ...], before: str) -> None:
+    def dweight(values: tuple[int, ...], adds: str) -> None:
         dweight_product[grid](
-            descriptor(chunk.e, 64, 64), descriptor(chunk.hidden, 64, 256), chunk.dweight, chunk.dweight,
-            descriptor(chunk.dweight, 64, 128), chunk.plan, VOCABULARY, width, BN=256, **ring(values), BEFORE=before,
-            AFTER="bf16", num_warps=4,
+            descriptor(chunk.e, 64, 64), *b_descriptors(chunk.hidden, columns), chunk.dweight,
+            descriptor(chunk.dweight, 64, box), chunk.plan, VOCABULARY, width, BN=columns, TAIL=columns % 128,
+            **ring(values), ADDS=adds, num_warps=4,
         )  # fmt: skip
 
     yield "scan", "cuBLAS", lambda: torch.mm(chunk.hidden, chunk.weight.t(), out=chunk.e)
@@ -104,7 +117,7 @@ def variants(chunk: Chunk) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         yield "dhidden", str(values), lambda values=values: dhidden(values)
     yield "dweight", "cuBLAS", lambda: chunk.dweight.addmm_(chunk.dlogits.t(), chunk.hidden)
     for values in DWEIGHTS:
-        yield "dweight", f"added {values}", lambda values=values: dweight(values, "bf16")
+        yield "dweight", f"added {values}", lambda values=values: dweight(values, "here")
     yield "dweight", f"first {DWEIGHTS[0]}", lambda: dweight(DWEIGHTS[0], "")
 
 

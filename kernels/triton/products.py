@@ -29,6 +29,8 @@ class Products:
     """Columns of a tile of logits."""
     dhidden_columns: int
     """Columns of a tile of dX."""
+    dhidden_programs = 1
+    """Programs that share dX's tiles."""
     spare_tiles = 0
     """Parts of tiles of dX that there is room for."""
     fixed_bytes = 0

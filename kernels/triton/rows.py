@@ -270,7 +270,7 @@ def reshape(
 @triton.jit
 def finish_dhidden(
     partial_ptr, factor_ptr, source_ptr, dhidden_ptr, plan_ptr, tiles_h, H: tl.constexpr, BAND: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sum the parts of the tiles that the product cut, in order, scale them and put them in their places."""
     live, whole, parts = tl.load(plan_ptr), tl.load(plan_ptr + 2), tl.load(plan_ptr + 3)
@@ -284,16 +284,22 @@ def finish_dhidden(
         size = min(tiles_m - first, BAND)
         m, n = first + tile % per_band % size, tile % per_band // size
         inner = item % slabs * ROWS + tl.arange(0, ROWS)
-        places, cols = m * BM + inner, n * BN + tl.arange(0, BN)
-        total = tl.zeros((ROWS, BN), dtype=tl.float32)
+        columns = tl.arange(0, PADDED)
+        places, cols = m * BM + inner, n * BN + columns
+        total = tl.zeros((ROWS, PADDED), dtype=tl.float32)
         for part in range(parts):
             slot = (part * cut + item // slabs).to(tl.int64)
-            total += tl.load(partial_ptr + (slot * BM + inner[:, None]) * BN + tl.arange(0, BN)[None, :])
+            place = (slot * BM + inner[:, None]) * BN + columns[None, :]
+            total += tl.load(partial_ptr + place, mask=(columns < BN)[None, :])
         inside = places < live
         factor = tl.load(factor_ptr + places, mask=inside, other=0.0)
         rows = tl.load(source_ptr + places, mask=inside, other=0).to(tl.int64)
         value = (total * factor[:, None]).to(dhidden_ptr.dtype.element_ty)
-        tl.store(dhidden_ptr + rows[:, None] * H + cols[None, :], value, mask=inside[:, None] & (cols < H)[None, :])
+        tl.store(
+            dhidden_ptr + rows[:, None] * H + cols[None, :],
+            value,
+            mask=inside[:, None] & ((columns < BN) & (cols < H))[None, :],
+        )
 
 
 @triton.jit

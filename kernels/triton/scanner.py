@@ -121,7 +121,7 @@ class AnchoredScanner:
         with_entropy, softcap = grads.dentropy is not None, head.softcap
         row_kernels.plan_rows[(1,)](
             dlogprob, dentropy, self.source, self.hole, self.tail, self.plan, count,
-            triton.cdiv(self.width, products.dhidden_columns), self.programs, products.spare_tiles,
+            triton.cdiv(self.width, products.dhidden_columns), products.dhidden_programs, products.spare_tiles,
             BLOCK=PLAN_BLOCK, TILE=products.tile_rows, ENTROPY=with_entropy,
         )  # fmt: skip
         scanned = products.scanned

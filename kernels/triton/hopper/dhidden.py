@@ -10,6 +10,8 @@ from kernels.triton.hopper.mainloop import (
     GROUPS,
     PRODUCER_REGISTERS,
     ROWS,
+    accumulators,
+    allocate_ring,
     consume_tile,
     make_barriers,
     produce,
@@ -24,6 +26,7 @@ def tile_part(item, whole, cut, parts, steps):
     begin = 0
     end = steps
     if item >= whole:
+        cut = max(cut, 1)
         part = (item - whole) // cut
         tile = whole + (item - whole) % cut
         begin = steps * part // parts
@@ -33,7 +36,7 @@ def tile_part(item, whole, cut, parts, steps):
 
 @gluon.jit
 def _producer(
-    e_desc, w_desc, ring, plan_ptr, V, H: gl.constexpr,
+    e_desc, w_descs, ring, plan_ptr, V, H: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     live, whole, parts = gl.load(plan_ptr), gl.load(plan_ptr + 2), gl.load(plan_ptr + 3)
@@ -43,47 +46,63 @@ def _producer(
     for item in range(gl.program_id(0), whole + cut * parts, gl.num_programs(0)):
         tile, begin, end = tile_part(item, whole, cut, parts, steps)
         m, n = tile_place(tile, tiles_m, tiles_n, BAND)
-        turn = produce(e_desc, w_desc, ring, turn, m, n, begin, end, BN, BK, STAGES, False, True)
+        turn = produce(e_desc, w_descs, ring, turn, m, n, begin, end, BN, BK, STAGES, False, True)
+
+
+@gluon.jit
+def _write(acc, col, place, live, H: gl.constexpr, rows_data):
+    """The rows of a whole tile, scaled, to where they belong."""
+    factor_ptr, source_ptr, dhidden_ptr, _ = rows_data
+    layout: gl.constexpr = acc.type.layout
+    places = place + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    inside = places < live
+    factor = gl.load(factor_ptr + places, mask=inside, other=0.0)
+    rows = gl.load(source_ptr + places, mask=inside, other=0).to(gl.int64)
+    value = (acc * factor[:, None]).to(gl.bfloat16)
+    gl.store(dhidden_ptr + rows[:, None] * H + cols[None, :], value, mask=inside[:, None] & (cols < H)[None, :])
+
+
+@gluon.jit
+def _write_part(acc, col, row, BN: gl.constexpr, rows_data):
+    """A part of a tile to ``partial``."""
+    _, _, _, partial_ptr = rows_data
+    layout: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    gl.store(partial_ptr + rows[:, None] * BN + cols[None, :], acc)
 
 
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, ring, rows_data, plan_ptr, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    BN: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    factor_ptr, source_ptr, dhidden_ptr, partial_ptr = rows_data
     live, whole, parts = gl.load(plan_ptr), gl.load(plan_ptr + 2), gl.load(plan_ptr + 3)
     tiles_m, tiles_n, steps = gl.cdiv(live, ROWS * GROUPS), gl.cdiv(H, BN), gl.cdiv(V, BK)
     cut = tiles_m * tiles_n - whole
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     turn = 0
     phase = 0
+    tile, begin, end = tile_part(gl.program_id(0), whole, cut, parts, steps)
+    m, n = tile_place(tile, tiles_m, tiles_n, BAND)
     for item in range(gl.program_id(0), whole + cut * parts, gl.num_programs(0)):
-        tile, begin, end = tile_part(item, whole, cut, parts, steps)
-        m, n = tile_place(tile, tiles_m, tiles_n, BAND)
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
-        acc, turn, phase = consume_tile(
-            acc, ring, turn, phase, begin, end, GROUP, LAG, STAGES, False, True
+        accs, turn, phase = consume_tile(
+            accumulators(BN, TAIL), ring, turn, phase, begin, end, GROUP, LAG, STAGES, False, True
         )  # fmt: skip
-        inner = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        cols = gl.arange(0, BN, gl.SliceLayout(0, layout))
-        if item < whole:
-            places = m * (ROWS * GROUPS) + inner
-            inside = places < live
-            factor = gl.load(factor_ptr + places, mask=inside, other=0.0)
-            rows = gl.load(source_ptr + places, mask=inside, other=0).to(gl.int64)
-            value = (acc * factor[:, None]).to(gl.bfloat16)
-            mask = inside[:, None] & (n * BN + cols < H)[None, :]
-            gl.store(dhidden_ptr + rows[:, None] * H + n * BN + cols[None, :], value, mask=mask)
-        else:
-            slot = (item - whole).to(gl.int64)
-            gl.store(partial_ptr + (slot * (ROWS * GROUPS) + inner[:, None]) * BN + cols[None, :], acc)
+        for i in gl.static_range(len(accs)):
+            if item < whole:
+                _write(accs[i], n * BN + i * (BN - TAIL), (m * GROUPS + GROUP) * ROWS, live, H, rows_data)
+            else:
+                slot = (item - whole).to(gl.int64)
+                _write_part(accs[i], i * (BN - TAIL), (slot * GROUPS + GROUP) * ROWS, BN, rows_data)
+        tile, begin, end = tile_part(item + gl.num_programs(0), whole, cut, parts, steps)
+        m, n = tile_place(tile, tiles_m, tiles_n, BAND)
 
 
 @gluon.jit
 def dhidden_product(
-    e_desc, w_desc, factor_ptr, source_ptr, dhidden_ptr, partial_ptr, plan_ptr, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    e_desc, w_desc, w_tail_desc, factor_ptr, source_ptr, dhidden_ptr, partial_ptr, plan_ptr, V, H: gl.constexpr,
+    BN: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """dX[source[i]] = factor[i] · Σ_v E[i, v]·W[v] for the ``plan[0]`` live rows i.
 
@@ -92,17 +111,19 @@ def dhidden_product(
     :func:`kernels.triton.rows.finish_dhidden`.
     """
     e = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], e_desc.layout)
-    w = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], w_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
-    ring = (e, w, full, empty, lead)
+    w_descs = (w_desc,)
+    if TAIL > 0:
+        w_descs = (w_desc, w_tail_desc)
+    ring = (e, allocate_ring(w_descs, STAGES), full, empty, lead)
     rows = (factor_ptr, source_ptr, dhidden_ptr, partial_ptr)
     gl.warp_specialize(
         [
-            (_consumer, (0, ring, rows, plan_ptr, V, H, BN, STAGES, BAND, LAG)),
-            (_consumer, (1, ring, rows, plan_ptr, V, H, BN, STAGES, BAND, LAG)),
-            (_producer, (e_desc, w_desc, ring, plan_ptr, V, H, BN, STAGES, BAND)),
+            (_consumer, (0, ring, rows, plan_ptr, V, H, BN, TAIL, STAGES, BAND, LAG)),
+            (_consumer, (1, ring, rows, plan_ptr, V, H, BN, TAIL, STAGES, BAND, LAG)),
+            (_producer, (e_desc, w_descs, ring, plan_ptr, V, H, BN, STAGES, BAND)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -13,6 +13,9 @@ from kernels.triton.hopper.mainloop import (
     GROUPS,
     PRODUCER_REGISTERS,
     ROWS,
+    accumulator,
+    allocate_ring,
+    column_parts,
     consume_tile,
     make_barriers,
     produce,
@@ -41,22 +44,11 @@ def _producer(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, BAND)
         turn = produce(
-            x_p_desc, w_p_desc, ring, turn, m, n, 0, gl.cdiv(H_P, BK), BN, BK, STAGES, False, False
+            x_p_desc, (w_p_desc,), ring, turn, m, n, 0, gl.cdiv(H_P, BK), BN, BK, STAGES, False, False
         )  # fmt: skip
         turn = produce(
-            x_q_desc, w_q_desc, ring, turn, m, n, 0, gl.cdiv(H_Q, BK), BN, BK, STAGES, False, False
+            x_q_desc, (w_q_desc,), ring, turn, m, n, 0, gl.cdiv(H_Q, BK), BN, BK, STAGES, False, False
         )  # fmt: skip
-
-
-@gluon.jit
-def _pieces(x, COUNT: gl.constexpr):
-    """The columns of ``x [ROWS, N]`` in so many equal parts, a power of two."""
-    if COUNT == 1:
-        parts = (x,)
-    else:
-        low, high = x.reshape((ROWS, 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-        parts = _pieces(low, COUNT // 2) + _pieces(high, COUNT // 2)
-    return parts
 
 
 @gluon.jit
@@ -74,35 +66,35 @@ def _consumer(
     temperature_ptr, part_ptr = rows_data
     own = store.index(GROUP)
     PIECES: gl.constexpr = BN // PIECE
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    inner: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    layout: gl.constexpr = accumulator(BN).type.layout
+    inner: gl.constexpr = accumulator(PIECE).type.layout
     tiles_m, tiles_n = gl.cdiv(T, ROWS * GROUPS), gl.cdiv(V, BN)
     turn = 0
     phase = 0
+    m, n = tile_place(gl.program_id(0), tiles_m, tiles_n, BAND)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_place(tile, tiles_m, tiles_n, BAND)
         rows = (m * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         inside = rows < T
         scale = gl.load(temperature_ptr + rows, mask=inside, other=0.0) * LOG2E
         real = gl.arange(0, BN, gl.SliceLayout(0, layout)) < V - n * BN
 
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
-        acc, turn, phase = consume_tile(
-            acc, ring, turn, phase, 0, gl.cdiv(H_P, BK), GROUP, LAG, STAGES, False, False
+        accs, turn, phase = consume_tile(
+            (accumulator(BN),), ring, turn, phase, 0, gl.cdiv(H_P, BK), GROUP, LAG, STAGES, False, False
         )  # fmt: skip
+        acc = accs[0]
         if (n + 1) * BN > V:
             acc = gl.where(real[None, :], acc, -1e30)
         max_p = gl.max(acc, 1) * scale
         own.store(acc)
 
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
-        acc, turn, phase = consume_tile(
-            acc, ring, turn, phase, 0, gl.cdiv(H_Q, BK), GROUP, LAG, STAGES, False, False
+        accs, turn, phase = consume_tile(
+            (accumulator(BN),), ring, turn, phase, 0, gl.cdiv(H_Q, BK), GROUP, LAG, STAGES, False, False
         )  # fmt: skip
+        acc = accs[0]
         if (n + 1) * BN > V:
             acc = gl.where(real[None, :], acc, -1e30)
         max_q = gl.max(acc, 1) * scale
-        pieces = _pieces(acc, PIECES)
+        pieces = column_parts(acc, PIECES)
         row: gl.constexpr = gl.SliceLayout(1, inner)
         factor = gl.convert_layout(scale, row)[:, None]
         shift_p, shift_q = gl.convert_layout(max_p, row)[:, None], gl.convert_layout(max_q, row)[:, None]
@@ -128,6 +120,7 @@ def _consumer(
         gl.store(part_ptr + places, log_p, mask=inside)
         gl.store(part_ptr + parts + places, log_q, mask=inside)
         gl.store(part_ptr + 2 * parts + places, gl.convert_layout(within, gl.SliceLayout(1, layout)), mask=inside)
+        m, n = tile_place(tile + gl.num_programs(0), tiles_m, tiles_n, BAND)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -142,7 +135,6 @@ def scan_pair(
     reads back what it wrote itself. LAG is at most the number of steps of either head.
     """
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], x_p_desc.layout)
-    w = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w_p_desc.layout)
     # A thread's 2 × 2 neighbours, as the tensor cores leave them, in 16 bytes, and all threads' side by side.
     by_thread: gl.constexpr = gl.SharedLinearLayout([
         [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
@@ -152,7 +144,7 @@ def scan_pair(
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
-    ring = (x, w, full, empty, lead)
+    ring = (x, allocate_ring((w_p_desc,), STAGES), full, empty, lead)
     rows = (temperature_ptr, part_ptr)
     gl.warp_specialize(
         [

@@ -24,7 +24,12 @@ TILE_ROWS = ROWS.value * GROUPS.value
 DEPTH = BK.value
 SCAN_COLUMNS = 256
 # Fastest on an H100 (STAGES of the ring, BAND of tile rows, LAG of the second warpgroup, BUFFERS an output waits in).
-SCAN = {"STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
+SCAN = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
+SHORT_SCAN = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
+"""For a hidden size up to SHORT_WIDTH: a deeper ring covers more of a tile's epilogue."""
+SHORT_WIDTH = 1024
+NARROW = {256: 1.0, 192: 1.05, 128: 1.2}
+"""What a product costs in tiles of so many columns."""
 DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
 DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
 
@@ -41,20 +46,33 @@ def copies_in_bulk(tensor: Tensor) -> bool:
 
 
 @cache
-def swizzled(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """How a box of rows × columns of bf16 lies in shared memory for wgmma."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where dX is made while dW is."""
+    return torch.cuda.Stream(device)
+
+
+@cache
+def swizzled(rows: int, columns: int, dtype: gl.dtype = gl.bfloat16) -> gl.NVMMASharedLayout:
+    """How a box of rows × columns lies in shared memory, for bf16 as wgmma wants it."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """The copy engine's view of a bf16 matrix in boxes of rows × columns."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], swizzled(rows, columns))
+    """The copy engine's view of a bf16 or fp32 matrix in boxes of rows × columns."""
+    dtype = gl.float32 if matrix.dtype == torch.float32 else gl.bfloat16
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], swizzled(rows, columns, dtype))
 
 
 def output_columns(width: int) -> int:
-    """Columns of dX's and dW's tiles: 256, unless 128 leave much less over the edge."""
-    wasted = triton.cdiv(width, 256) * 256 / width
-    return 128 if wasted > 1.2 * triton.cdiv(width, 128) * 128 / width else 256
+    """Columns of dX's and dW's tiles: 256, unless fewer leave so much less over the edge that it pays."""
+    return min((256, 192, 128), key=lambda columns: triton.cdiv(width, columns) * columns * NARROW[columns])
+
+
+def b_descriptors(matrix: Tensor, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The copy engine's views of a B of so many columns a tile, and of its tail: 192 are 128 and 64."""
+    tail = columns % 128
+    main = descriptor(matrix, DEPTH, columns - tail)
+    return main, descriptor(matrix, DEPTH, tail) if tail else main
 
 
 class HopperProducts(Products):
@@ -86,6 +104,10 @@ class HopperProducts(Products):
 
     def begin(self, chunks: int) -> None:
         super().begin(chunks)
+        # Side by side where either alone leaves much of the chip or of the memory's rate unused.
+        self.beside = all(self.needs[:2]) and (self.width <= SHORT_WIDTH or chunks > 2)
+        self.dhidden_programs = self.programs // 2 if self.beside else self.programs
+        self.dweight_programs = self.programs - self.dhidden_programs if self.beside else self.programs
         if self.needs[1]:
             # Until a chunk had live rows there is nothing to add to; a sum over many is kept in fp32.
             weight = self.problem.head.weight
@@ -100,49 +122,65 @@ class HopperProducts(Products):
         head, hidden, count = self.problem.head, scanner.hidden, len(scanner.hidden)
         if not copies_in_bulk(hidden):
             hidden = hidden.clone(memory_format=torch.contiguous_format)
-        columns = SCAN_COLUMNS // 2
+        columns, ring = SCAN_COLUMNS // 2, SHORT_SCAN if self.width <= SHORT_WIDTH else SCAN
         # Where the copy engine writes nothing, any matrix of its dtype will do.
         store = "" if not scanner.keeps else "fp32" if self.reshapes else "bf16"
         e = self.e[:count, : self.vocabulary] if store == "bf16" else head.weight
         anchored_scan[(self.programs,)](
-            descriptor(hidden, ROWS.value, DEPTH), descriptor(head.weight, SCAN_COLUMNS, DEPTH),
+            descriptor(hidden, ROWS.value, ring["BK"]), descriptor(head.weight, SCAN_COLUMNS, ring["BK"]),
             descriptor(e, ROWS.value, columns), self.scanned if store == "fp32" else scanner.totals, self.pitch,
             scanner.temperature, scanner.anchor, scanner.target, scanner.anchor if head.bias is None else head.bias,
             has_target, scanner.totals, scanner.weighted,
-            head.softcap or 1.0, count, self.vocabulary, self.width, BN=SCAN_COLUMNS, **SCAN,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, STORE=store, num_warps=4,
+            head.softcap or 1.0, count, self.vocabulary, self.width, BN=SCAN_COLUMNS,
+            **ring, BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, STORE=store, num_warps=4,
         )  # fmt: skip
 
     def backward(self, scanner: "AnchoredScanner", rows: slice) -> None:
+        if self.beside:
+            device = self.factor.device
+            here, beside = torch.cuda.current_stream(device), second_stream(device)
+            beside.wait_stream(here)
+            with torch.cuda.stream(beside):
+                self._multiply_dhidden(scanner, rows)
+            self._multiply_dweight(scanner, rows)
+            here.wait_stream(beside)
+        else:
+            self._multiply_dhidden(scanner, rows)
+            self._multiply_dweight(scanner, rows)
+        self.done += 1
+
+    def _multiply_dhidden(self, scanner: "AnchoredScanner", rows: slice) -> None:
         count, columns = rows.stop - rows.start, self.dhidden_columns
         e = self.e[:count, : self.vocabulary]
         if self.dhidden is not None:
             dhidden = self.dhidden[rows]
-            dhidden_product[(self.programs,)](
-                descriptor(e, ROWS.value, DEPTH), descriptor(self.problem.head.weight, DEPTH, columns), self.factor,
+            dhidden_product[(self.dhidden_programs,)](
+                descriptor(e, ROWS.value, DEPTH), *b_descriptors(self.problem.head.weight, columns), self.factor,
                 scanner.source, dhidden, self.partial, scanner.plan, self.vocabulary, self.width, BN=columns,
-                **DHIDDEN, num_warps=4,
+                TAIL=columns % 128, **DHIDDEN, num_warps=4,
             )  # fmt: skip
-            row_kernels.finish_dhidden[(2 * self.programs,)](
+            row_kernels.finish_dhidden[(2 * self.dhidden_programs,)](
                 self.partial, self.factor, scanner.source, dhidden, scanner.plan, triton.cdiv(self.width, columns),
-                self.width, DHIDDEN["BAND"], TILE_ROWS, columns, ROWS=16,
+                self.width, DHIDDEN["BAND"], TILE_ROWS, columns, triton.next_power_of_2(columns), ROWS=16,
             )  # fmt: skip
+
+    def _multiply_dweight(self, scanner: "AnchoredScanner", rows: slice) -> None:
+        count, columns = rows.stop - rows.start, self.dhidden_columns
+        e = self.e[:count, : self.vocabulary]
         if self.dweight is not None:
-            last = self.done == self.chunks - 1
-            before = "" if self.done == 0 else "bf16" if self.sums is None else "fp32"
-            after = "bf16" if last or self.sums is None else "fp32"
+            out = self.dweight if self.sums is None else self.sums
+            adds = "" if self.done == 0 else "here" if self.sums is None else "in memory"
+            box = (128 if columns == 192 else 256) // out.itemsize
             places = min(triton.cdiv(count, 64) * 64, len(self.scaled))
-            dweight_product[(self.programs,)](
-                descriptor(e, DEPTH, ROWS.value), descriptor(self.scaled[:places], DEPTH, columns), self.dweight,
-                self.dweight if self.sums is None else self.sums, descriptor(self.dweight, ROWS.value, columns // 2),
-                scanner.plan, self.vocabulary, self.width, BN=columns, **DWEIGHT,
-                BEFORE=before, AFTER=after, num_warps=4,
+            dweight_product[(self.dweight_programs,)](
+                descriptor(e, DEPTH, ROWS.value), *b_descriptors(self.scaled[:places], columns), out,
+                descriptor(out, ROWS.value, box), scanner.plan, self.vocabulary, self.width, BN=columns,
+                TAIL=columns % 128, **DWEIGHT, ADDS=adds, num_warps=4,
             )  # fmt: skip
-        self.done += 1
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.dweight is not None and self.done < self.chunks:  # the last chunks had no rows
-            if self.done == 0:
+        if self.dweight is not None:
+            if self.done == 0:  # there were no rows
                 self.dweight.zero_()
             elif self.sums is not None:
                 self.dweight.copy_(self.sums)

@@ -5,11 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from kernels.triton.hopper.mainloop import (
-    BK,
     CONSUMER_REGISTERS,
     GROUPS,
     PRODUCER_REGISTERS,
     ROWS,
+    accumulator,
+    allocate_ring,
     consume_tile,
     make_barriers,
     produce,
@@ -21,31 +22,31 @@ from kernels.triton.maths import LN2, LOG2E
 @gluon.jit
 def _producer(
     x_desc, w_desc, ring, T, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = gl.cdiv(T, ROWS * GROUPS), gl.cdiv(V, BN)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, BAND)
         turn = produce(
-            x_desc, w_desc, ring, turn, m, n, 0, gl.cdiv(H, BK), BN, BK, STAGES, False, False
+            x_desc, (w_desc,), ring, turn, m, n, 0, gl.cdiv(H, BK), BN, BK, STAGES, False, False
         )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, ring, rows_data, output, T, V, H: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr, BUFFERS: gl.constexpr,
-    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
+    BUFFERS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     temperature_ptr, anchor_ptr, target_ptr, bias_ptr, has_target_ptr, total_ptr, weighted_ptr, softcap = rows_data
     e_desc, e_halves, e_ptr, e_stride = output
     tiles_m, tiles_n = gl.cdiv(T, ROWS * GROUPS), gl.cdiv(V, BN)
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    layout: gl.constexpr = accumulator(BN).type.layout
     turn = 0
     phase = 0
+    m, n = tile_place(gl.program_id(0), tiles_m, tiles_n, BAND)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_place(tile, tiles_m, tiles_n, BAND)
         first_row = (m * GROUPS + GROUP) * ROWS
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         inside = rows < T
@@ -53,10 +54,10 @@ def _consumer(
         anchor = gl.load(anchor_ptr + rows, mask=inside, other=0.0) * LOG2E
         masked = gl.load(has_target_ptr + (m * GROUPS + GROUP) * tiles_n + n) | ((n + 1) * BN > V).to(gl.int8)
 
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
-        acc, turn, phase = consume_tile(
-            acc, ring, turn, phase, 0, gl.cdiv(H, BK), GROUP, LAG, STAGES, False, False
+        accs, turn, phase = consume_tile(
+            (accumulator(BN),), ring, turn, phase, 0, gl.cdiv(H, BK), GROUP, LAG, STAGES, False, False
         )  # fmt: skip
+        acc = accs[0]
 
         cols = gl.arange(0, BN, gl.SliceLayout(0, layout))
         if BIAS:
@@ -91,6 +92,7 @@ def _consumer(
             gl.store(e_ptr + place, e, mask=inside[:, None] & (cols < V - n * BN)[None, :])
         gl.store(total_ptr + n * T + rows, total, mask=inside)
         gl.store(weighted_ptr + n * T + rows, weighted, mask=inside)
+        m, n = tile_place(tile + gl.num_programs(0), tiles_m, tiles_n, BAND)
     if STORE == "bf16":
         tma.store_wait(0)
 
@@ -99,7 +101,7 @@ def _consumer(
 def anchored_scan(
     x_desc, w_desc, e_desc, e_ptr, e_stride,
     temperature_ptr, anchor_ptr, target_ptr, bias_ptr, has_target_ptr, total_ptr, weighted_ptr,
-    softcap, T, V, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    softcap, T, V, H: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
     LAG: gl.constexpr, BUFFERS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
@@ -108,25 +110,24 @@ def anchored_scan(
     STORE: E goes nowhere (""), to ``e_desc`` ("bf16") or to ``e_ptr`` ("fp32").
     """
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], x_desc.layout)
-    w = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w_desc.layout)
     e = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * BUFFERS, ROWS, BN // 2], e_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()
-    ring = (x, w, full, empty, lead)
+    ring = (x, allocate_ring((w_desc,), STAGES), full, empty, lead)
     output = (e_desc, e, e_ptr, e_stride)
     rows = (temperature_ptr, anchor_ptr, target_ptr, bias_ptr, has_target_ptr, total_ptr, weighted_ptr, softcap)
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (0, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
+                (0, ring, rows, output, T, V, H, BN, BK, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
             ),
             (
                 _consumer,
-                (1, ring, rows, output, T, V, H, BN, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
+                (1, ring, rows, output, T, V, H, BN, BK, STAGES, BAND, LAG, BUFFERS, BIAS, SOFTCAP, STORE),
             ),
-            (_producer, (x_desc, w_desc, ring, T, V, H, BN, STAGES, BAND)),
+            (_producer, (x_desc, w_desc, ring, T, V, H, BN, BK, STAGES, BAND)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
