@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -57,13 +58,17 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
     started = time.perf_counter()
     tokenizer = addition.tokenizer()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)) if world.main else None
+        scratch = world.broadcast(own)
         torch.manual_seed(config.seed)
         from transformers import AutoModelForCausalLM
 
-        AutoModelForCausalLM.from_config(addition.model_config()).save_pretrained(scratch)
+        AutoModelForCausalLM.from_config(addition.model_config()).save_pretrained(scratch)  # rank 0 alone writes
+        world.barrier()
         trainer = Trainer(_supervised(config), world, policy=models.load_policy(scratch), reference=None, value=None)
         generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=512)
+        world.barrier()
     examples = addition.problems("train")
     stops = rollout.stop_token_ids(tokenizer, ())
     order = random.Random(config.seed)
@@ -80,7 +85,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
             for i, row in enumerate(rows)
         ]
         objective = Objective(advantages=None, normalise="token", loss={"loss": "likelihood"})
-        trainer.update(batch, {}, objective, order_seed=f"{config.seed}/{step}")
+        trainer.update(batch, {}, objective, step=step)
         if step % (CHECK_EVERY if accuracy < RISING_AT else 2) == 0:
             accuracy = _accuracy(trainer, generator, tokenizer, stops, step)
             if step % (5 * CHECK_EVERY) == 0 or accuracy >= STOP_AT:

@@ -50,7 +50,8 @@ def parse(argv: list[str]) -> tuple[Config, argparse.Namespace]:
             if unknown[0].startswith("--")
             else f"'{unknown[0]}' is not an option; options read --section.key value"
         )
-    given = {key: value for key, value in vars(options).items() if key not in ("config", "print_config")}
+    about_command = ("config", "print_config", "local_rank")
+    given = {key: value for key, value in vars(options).items() if key not in about_command}
     if options.config is not None and "resume" in given:
         raise ConfigError("resume: a run goes on with its own configuration; give --resume or --config, not both")
     if "resume" in given:
@@ -153,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--print-config", action="store_true", default=False, help="print the resolved configuration and exit"
     )
+    if "LOCAL_RANK" in os.environ:  # DeepSpeed's launcher passes it to its ranks once more
+        top.add_argument("--local_rank", help=argparse.SUPPRESS)
     groups = {"": top}
     for key, field in leaves():
         section = key.rpartition(".")[0]

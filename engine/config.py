@@ -132,17 +132,43 @@ class Generation(Section):
     )
     tensor_parallel: Positive = Field(1, description="Ranks that share one vLLM engine")
     max_batch: Positive = Field(256, description="Most responses sampled at a time on one rank")
-    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.3, description="Share of a GPU's memory that vLLM may use for weights and KV cache"
-    )
     max_logprob_gap: Annotated[float, Field(gt=0)] = Field(
         0.1,
         description="The run fails when sampler and trainer disagree by more than this about the sampled tokens: mean "
         "absolute log-probability difference over a minibatch, in nats",
     )
-    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Memory of vLLM's KV cache on the CPU, in GiB"
+
+
+class Memory(Section):
+    """The memory plan: what lives on each GPU while generating and while training. Every key may be left alone."""
+
+    explain: bool = Field(
+        False, description="Print the memory plan and exit; without a GPU, for one of memory.gpu_gib as well"
     )
+    gpu_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Memory of each GPU that the run may use, in GiB. Default: all there is"
+    )
+    sleep: Literal["auto", "none", "kv", "level1", "level2"] = Field(
+        "auto",
+        description="What vLLM gives up while training: nothing, its KV cache, or its weights too, which level1 keeps "
+        "in host memory and level2 drops",
+    )
+    offload: Literal["auto", "on", "off"] = Field(
+        "auto", description="Keep optimizer states and fp32 weights in host memory while generating"
+    )
+    zero_copy: Literal["auto", "off"] = Field(
+        "auto",
+        description="One storage for the trainer's and vLLM's weights, where that works: ZeRO 0-2, bfloat16, "
+        "generation.tensor_parallel 1",
+    )
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="vLLM's KV cache on each rank, in GiB. Default: on a GPU as planned, on a CPU 1"
+    )
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's own words
 
 
 class Train(Section):
@@ -304,6 +330,7 @@ class Config(Section):
     reward: Reward = Field(default_factory=Reward)
     rollout: Rollout = Field(default_factory=Rollout)
     generation: Generation = Field(default_factory=Generation)
+    memory: Memory = Field(default_factory=Memory)
     train: Train = Field(default_factory=Train)
     kl: KL = Field(default_factory=KL)
     ppo: PPO = Field(default_factory=PPO)
@@ -356,10 +383,7 @@ class Config(Section):
                 f"ppo.value_warmup_steps ({self.ppo.value_warmup_steps}) leaves none of train.steps "
                 f"({self.train.steps}) to train the policy"
             )
-        if self.generation.tensor_parallel > 1:
-            raise ConfigError("generation.tensor_parallel: only 1 works so far, one whole sampler a rank")
-        if self.generation.backend == "vllm" and self.generation.temperature < 0.01:
-            raise ConfigError("generation.temperature below 0.01 is changed by vLLM: take generation.backend hf")
+        self._check_sampler(world_size, device_type)
         home = {"triton": "cuda", "cpu": "cpu"}.get(self.train.kernel_backend or "", device_type)
         if home != device_type:
             raise ConfigError(
@@ -368,6 +392,23 @@ class Config(Section):
             )
         if self.model.dtype == "float16" and device_type == "cpu":
             raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
+
+    def _check_sampler(self, world_size: int, device_type: str) -> None:
+        generation = self.generation
+        if generation.backend == "vllm" and generation.temperature < 0.01:
+            raise ConfigError("generation.temperature below 0.01 is changed by vLLM: take generation.backend hf")
+        if generation.backend != "vllm" and generation.tensor_parallel > 1:
+            raise ConfigError(
+                "generation.tensor_parallel joins ranks under one vLLM engine: leave it at 1, or take "
+                "generation.backend vllm"
+            )
+        if world_size % generation.tensor_parallel:
+            raise ConfigError(
+                f"generation.tensor_parallel ({generation.tensor_parallel}) must divide the number of ranks "
+                f"({world_size})"
+            )
+        if self.memory.explain and device_type == "cpu":
+            raise ConfigError("memory.explain is about GPUs and there is none here: say which by memory.gpu_gib")
 
     def _check_sources(self) -> None:
         data, reward = self.data, self.reward

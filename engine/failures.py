@@ -1,14 +1,17 @@
 """The end of a run that was stopped or that failed: SIGTERM, and which rank's error is the one to show.
 
 One failing rank takes the others down with it: they see a closed connection, or the launcher's SIGTERM. So a rank other
-than 0 leaves its own error as a file in the run folder, and rank 0, or the launcher, reports that one.
+than 0 leaves its own error as a file in the run folder, and rank 0, or the launcher, reports that one. A rank that
+waits for a dead one inside a collective on the GPU sees neither: a thread of its own kills it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -21,6 +24,9 @@ PATIENCE = 3.0
 """Seconds rank 0 waits for another rank's file: that rank writes it first and then closes its connections, but the run
 folder may lie on a network file system."""
 
+DEAF = 5.0
+"""Seconds after SIGTERM in which a rank has to take notice of it."""
+
 _ending = False
 
 
@@ -28,11 +34,29 @@ class RankFailed(RuntimeError):
     """Another rank's error, as rank 0 reports it."""
 
 
-def stop_on_sigterm() -> None:
-    """Makes SIGTERM (timeout, docker stop, Slurm) end this process like Ctrl-C, with a report."""
+def stop_on_sigterm(is_rank: bool) -> None:
+    """Makes SIGTERM (timeout, docker stop, Slurm) end this process like Ctrl-C, with a report.
+
+    Python looks at signals between two of its own instructions, and a rank that waits in CUDA for one that is gone
+    comes to no other. It would hold its GPU for the launcher's 30 s, so it is killed before.
+    """
     global _ending
     _ending = False
     signal.signal(signal.SIGTERM, _stop)
+    if not is_rank:
+        return
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)  # C code writes each signal's number there at once
+    threading.Thread(target=_end_if_deaf, args=(ear,), name="tandem-sigterm", daemon=True).start()
+
+
+def _end_if_deaf(ear: int) -> None:
+    while os.read(ear, 1)[0] != signal.SIGTERM:
+        pass
+    time.sleep(DEAF)
+    if not _ending:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

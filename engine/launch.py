@@ -37,6 +37,8 @@ def visible_gpus() -> int:
 def device_type(config: Config) -> str:
     """``cuda`` or ``cpu``, resolving ``auto``."""
     gpus = visible_gpus()
+    if config.memory.explain and config.memory.gpu_gib and config.launch.device != "cpu":
+        return "cuda"  # a plan for a GPU that need not be here
     if config.launch.device == "cuda" and gpus == 0:
         raise ConfigError("launch.device is cuda, but no NVIDIA GPU is visible here")
     return "cuda" if gpus and config.launch.device != "cpu" else "cpu"
@@ -49,12 +51,46 @@ def world_size(config: Config) -> int:
             raise ConfigError(
                 f"the environment variable WORLD_SIZE is '{os.environ['WORLD_SIZE']}', not a number of ranks"
             )
+        _check_local_rank(config)
         return int(os.environ["WORLD_SIZE"])
     gpus = visible_gpus() if device_type(config) == "cuda" else 0
     ranks = config.launch.ranks or max(1, gpus)
     if gpus and ranks > gpus:
         raise ConfigError(f"launch.ranks is {ranks}, but {gpus} GPU(s) are visible: one process a GPU")
     return ranks
+
+
+def _check_local_rank(config: Config) -> None:
+    """A rank takes the GPU of its number on its machine."""
+    local, gpus = os.environ.get("LOCAL_RANK", ""), visible_gpus()
+    if not local.isdigit():
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set, but LOCAL_RANK is '{local}': start with torchrun or deepspeed, or unset them"
+        )
+    if device_type(config) == "cuda" and gpus and int(local) >= gpus:
+        raise ConfigError(
+            f"LOCAL_RANK is {local}, but {gpus} GPU(s) are visible on this machine: one process a GPU "
+            "(torchrun --nproc-per-node)"
+        )
+
+
+def plain_architectures(listed: str) -> str:
+    """A TORCH_CUDA_ARCH_LIST as DeepSpeed can read it: numbers and ``+PTX``.
+
+    ``9.0a``, which PyTorch takes, ends DeepSpeed's compilation of its operators with an error; 9.0 runs on the same
+    GPU. Names (``Hopper``) are dropped.
+    """
+    entries = (re.fullmatch(r"(\d+\.\d+)[a-z]?(\+PTX)?", entry) for entry in re.split(r"[;\s]+", listed))
+    return ";".join(dict.fromkeys(entry[1] + (entry[2] or "") for entry in entries if entry))
+
+
+def tidy_environment(device_type: str) -> None:
+    """Sets what DeepSpeed reads when it is imported, and takes out what it cannot read, for this process alone."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = plain_architectures(listed)
+        if not os.environ["TORCH_CUDA_ARCH_LIST"]:  # then DeepSpeed asks the GPU
+            del os.environ["TORCH_CUDA_ARCH_LIST"]
 
 
 def start_ranks(ranks: int, argv: list[str]) -> int:

@@ -10,14 +10,13 @@ from engine.session import Session
 def train(config: Config, config_file: str | None) -> None:
     """Trains to ``train.steps``, from the start or from the newest checkpoint of ``config.resume``."""
     with Session.open(config, config_file) as run:
-        run.hand_over()
         if run.state.step == 0:
             run.evaluate()
 
         while run.state.step < config.train.steps:
             with run.phase("generate"):
                 samples = run.sample()
-                run.generator.sleep()
+            run.rest()
             with run.phase("reward"):
                 rewards.score(samples, run.reward_function, config)
             with run.phase("old"):
@@ -41,12 +40,11 @@ def train(config: Config, config_file: str | None) -> None:
                     samples,
                     tokens if values is None else tokens | {"old_values": values},
                     objective,
-                    order_seed=f"{config.seed}/{run.state.step}",
+                    step=run.state.step,
                     train_policy=config.algo != "ppo" or run.state.step >= config.ppo.value_warmup_steps,
                 )
-            with run.phase("sync"):
-                run.state.version += 1
-                run.hand_over()
+            run.state.version += 1
+            run.hand_over()
 
             run.finish_step(samples, rollout, objective.metrics | metrics)
             run.evaluate()

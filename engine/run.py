@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from engine import cli, failures, launch, state
+from engine import cli, failures, launch, memory, state
 from engine.config import Config, ConfigError
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
@@ -37,23 +37,28 @@ def main(argv: list[str] | None = None) -> int:
         launch.die_with_launcher()
     try:
         config, options = cli.parse(argv)
-        world_size = launch.world_size(config)
-        config.check(world_size, launch.device_type(config))
+        world_size, device_type = launch.world_size(config), launch.device_type(config)
+        config.check(world_size, device_type)
         if options.print_config:
             print(cli.dump_yaml(config), end="")
+            return 0
+        if config.memory.explain:
+            print(memory.plan(config, world_size, memory.gpu_bytes(config)).table())
             return 0
         if config.resume is None:
             _check_new_run(config)
         else:
             _check_resumed_run(config, world_size)
         _check_packages(config)
+        if device_type == "cuda" and not launch.is_rank():
+            memory.plan(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    os.environ.setdefault("DS_ACCELERATOR", launch.device_type(config))  # DeepSpeed reads it when imported
+    launch.tidy_environment(device_type)
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
-    failures.stop_on_sigterm()
+    failures.stop_on_sigterm(launch.is_rank())
     try:
         if world_size > 1 and not launch.is_rank():
             return launch.start_ranks(world_size, argv)

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
 from algorithms.base import Rollout, global_mean
-from engine import bootstrap, cli, data, distributed, experience, folder, launch, rewards, rollout, state, weights
+from engine import (
+    bootstrap,
+    build,
+    cli,
+    data,
+    distributed,
+    experience,
+    folder,
+    launch,
+    rewards,
+    rollout,
+    state,
+    weights,
+)
 from engine.config import Config, ConfigError
+from engine.device_memory import Meter
 from engine.distributed import World
 from engine.generation.base import Generator, Sampling
 from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
 from engine.sample import Sample
-from engine.summary import peak_memory_gib, summary
-from engine.training import models
+from engine.summary import summary
 from engine.training.trainer import Trainer
 
 
@@ -34,6 +49,9 @@ class Session:
         self.say(config.arithmetic(world.size))
 
         self.reward_function = rewards.load(config)
+        plan = build.memory_plan(config, world)
+        if plan.phases or config.generation.backend == "vllm":
+            self.say(plan.table())
         path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
         self.tokenizer = data.load_tokenizer(path)
         prompts, self._held_out, notes = data.load(config, self.tokenizer)
@@ -41,19 +59,23 @@ class Session:
             self.say(note)
         self._prompts = data.PromptStream(prompts, config.seed, config.data.shuffle)
         self._stops = rollout.stop_token_ids(self.tokenizer, config.generation.stop_tokens)
-        self.generator = _generator(config, path, world)
-        self.trainer = self._build_trainer(path)
-        vocabulary = self.trainer.policy.module.model.config.vocab_size
+        vocabulary = AutoConfig.from_pretrained(path).vocab_size
         if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
             raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
+        self._turns = build.colocation(config, path, world, plan, prompts, self.say)
+        self._meter = Meter(world.device)
 
         self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=world.size)
         if config.resume and (checkpoint := state.newest(run_dir)):
+            self._turns.rest()
+            self._turns.take_back()
             self.state = state.load(checkpoint, self.trainer, world)
             if (
                 cli.load_run(run_dir).kl != config.kl
             ):  # new settings: what the controller had reached is of the old ones
                 self.state.kl_coef = config.kl.coef
+            self._turns.make_room()
+            self._turns.hand_over(self.state.version)
             self.say(f"Resumed from {checkpoint}")
         self._prompts.cursor = self.state.cursor
         self._metric: float | None = None
@@ -72,8 +94,23 @@ class Session:
                 session = cls(config, world, run_dir, recorder)
                 if world.main:
                     folder.write_config(config, run_dir)
-                yield session
+                gc.collect()
+                gc.freeze()  # vLLM collects garbage before it sleeps: what stays anyway would take most of that time
+                try:
+                    yield session
+                finally:
+                    gc.unfreeze()
                 session.generator.close()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trained models."""
+        return self._turns.trainer
+
+    @property
+    def generator(self) -> Generator:
+        """The sampler."""
+        return self._turns.generator
 
     def say(self, text: str) -> None:
         """Tells the person something; on rank 0."""
@@ -94,9 +131,10 @@ class Session:
         """Takes the step's prompts from the stream and samples this rank's share of the responses."""
         config, world = self.config, self.world
         self._step_started = time.perf_counter()
+        self._meter.start()
         batch = self._prompts.take(config.rollout.prompts_per_step)
         share = len(batch) // world.size
-        return rollout.sample(
+        samples = rollout.sample(
             batch[world.rank * share : (world.rank + 1) * share],
             self.generator,
             self.tokenizer,
@@ -106,10 +144,28 @@ class Session:
             seed=config.seed,
             step=self.state.step,
         )
+        self._meter.stop("generate")
+        return samples
+
+    def rest(self) -> None:
+        """Gives the sampler's turn to the trainer."""
+        with self.phase("sleep"):
+            self._turns.rest()
+        if self._turns.plan.sleep != "none":
+            self._meter.asleep()
+        if self._turns.plan.offload:
+            with self.phase("offload"):
+                self._turns.take_back()
+        self._meter.start()
 
     def hand_over(self) -> None:
-        """Gives the trainer's current weights to the sampler."""
-        self.generator.renew(weights.full_weights(self.trainer.policy), self.state.version)
+        """Gives the turn, and the trainer's current weights, to the sampler."""
+        self._meter.stop("train")
+        if self._turns.plan.offload:
+            with self.phase("offload"):
+                self._turns.make_room()
+        with self.phase("sync"):
+            self._turns.hand_over(self.state.version)
 
     def finish_step(self, samples: list[Sample], batch: Rollout, metrics: dict[str, float]) -> None:
         """Advances the state and records the step."""
@@ -132,7 +188,7 @@ class Session:
             "progress/episode": current.episode,
             "progress/epoch": self._prompts.epoch,
             "tokens_per_second": tokens / seconds,
-            "memory/peak_gib": world.max(peak_memory_gib(world.device)),
+            **self._meter.metrics(self._turns.plan, world),
             "time/step": seconds,
             **{f"time/{name}": spent for name, spent in self._phases.items()},
         }
@@ -176,7 +232,13 @@ class Session:
         every, step = self.config.save.every_steps, self.state.step
         if step == self.config.train.steps or (every and step % every == 0):
             with self.phase("save"):
+                if self._turns.plan.offload:
+                    self._turns.rest()
+                    self._turns.take_back()
                 state.save(self.run_dir, self.state, self.trainer, self.world, self.config.save.keep)
+                if self._turns.plan.offload:
+                    self._turns.make_room()
+                    self._turns.hand_over(self.state.version)
 
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""
@@ -187,7 +249,7 @@ class Session:
         with self.phase("save"):
             weights.export(self.trainer.policy, str(model_dir), write=self.world.main)
         self.state.seconds += self._lap()
-        peak = self.world.max(peak_memory_gib(self.world.device))
+        peak = self.world.max(self._meter.peak_gib)
         if not self._recorder:
             return
         self.tokenizer.save_pretrained(model_dir)
@@ -207,39 +269,6 @@ class Session:
 
     def _sampling(self, temperature: float) -> Sampling:
         return Sampling(self.config.rollout.max_response_tokens, temperature, self._stops)
-
-    def _build_trainer(self, path: str) -> Trainer:
-        config, checkpointing = self.config, self.config.model.gradient_checkpointing
-        policy = models.load_policy(path, checkpointing)
-        reference = models.load_policy(config.model.reference_path or path) if config.kl.coef > 0 else None
-        value = None
-        if config.algo == "ppo":
-            value_path = config.model.value_path or path
-            value, new_head = models.load_value(value_path, checkpointing)
-            if new_head:
-                self.say(f"The value model starts from {value_path} with a new head, at zero")
-        return Trainer(config, self.world, policy=policy, reference=reference, value=value)
-
-
-def _generator(config: Config, path: str, world: World) -> Generator:
-    generation, rollout_ = config.generation, config.rollout
-    if generation.backend == "hf":
-        from engine.generation.hf import HFGenerator
-
-        dtype = getattr(torch, config.model.dtype)
-        return HFGenerator(path, dtype=dtype, device=world.device, max_batch=generation.max_batch)
-    from engine.generation.vllm import VLLMGenerator
-
-    return VLLMGenerator(
-        path,
-        dtype=config.model.dtype,
-        max_model_len=rollout_.max_prompt_tokens + rollout_.max_response_tokens,
-        max_num_seqs=generation.max_batch,
-        seed=config.seed,
-        cpu_kv_cache_gib=generation.cpu_kv_cache_gib,
-        gpu_memory_utilization=generation.gpu_memory_fraction,
-        tensor_parallel=generation.tensor_parallel,
-    )
 
 
 def _row(sample: Sample) -> dict[str, object]:

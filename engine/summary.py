@@ -1,13 +1,10 @@
-"""Facts of a finished run: memory, versions, and how to go on."""
+"""Facts of a finished run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-import resource
 from typing import Any
-
-import torch
 
 from engine.config import Config
 from engine.state import OnlineTrainerState
@@ -23,13 +20,6 @@ PACKAGES = (
     "liger-kernel",
     "tandem-rlhf",
 )
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank has used: of its GPU, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def versions() -> dict[str, str]:

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 BUCKET_BYTES = 256 * 2**20
 
 
-def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of ``engine.module.model`` by its Hugging Face name, whole, a tied one once.
+def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of ``engine.module.model`` by its Hugging Face name, whole, a tied one once, in layer order.
 
-    Under ZeRO-3 a bucket is gathered, yielded and released: tensors are valid until the next one is taken, and every
-    rank must consume the iterator to its end.
+    Without ZeRO-3 these are the parameters themselves. Under ZeRO-3 each rank holds a part of each; a bucket is
+    gathered in one collective, yielded and released: tensors are valid until the next one is taken, and every rank must
+    consume the iterator to its end.
     """
-    bucket: list[tuple[str, torch.nn.Parameter]] = []
+    bucket: list[tuple[str, Any]] = []
     size = 0
+    parameter: Any
     for name, parameter in engine.module.named_parameters():
-        bucket.append((name.removeprefix(prefix), parameter))
-        size += getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if size >= BUCKET_BYTES:
-            yield from _whole(bucket)
-            bucket, size = [], 0
-    yield from _whole(bucket)
-
-
-def _whole(bucket: list[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    sharded = [parameter for _, parameter in bucket if hasattr(parameter, "ds_id")]
-    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-        for name, parameter in bucket:
+        name = name.removeprefix(prefix)
+        if not hasattr(parameter, "ds_tensor"):
             yield name, parameter.detach()
+            continue
+        if bucket and (size >= BUCKET_BYTES or parameter.ds_tensor.dtype != bucket[0][1].ds_tensor.dtype):
+            yield from _gathered(bucket)
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += parameter.ds_numel * parameter.ds_tensor.element_size()
+    if bucket:
+        yield from _gathered(bucket)
+
+
+def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Joins the ranks' parts, which are equally long on all of them: the last ones are padded.
+
+    DeepSpeed's own gathering takes a collective and a good deal of bookkeeping for each parameter.
+    """
+    parts = [parameter.ds_tensor.flatten() for _, parameter in bucket]
+    mine, group = torch.cat(parts), bucket[0][1].ds_process_group
+    everyones = mine.new_empty(dist.get_world_size(group), len(mine))
+    dist.all_gather_into_tensor(everyones.view(-1), mine, group=group)
+    columns = everyones.split([len(part) for part in parts], dim=1)
+    for (name, parameter), column in zip(bucket, columns, strict=True):
+        yield name, column.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 def export(engine: DeepSpeedEngine, folder: str, write: bool) -> None:

@@ -103,8 +103,8 @@ def linear_logprob(
         check.row("anchor", anchor, len(hidden), hidden.device)
         anchor = anchor.detach()
     logprobs, entropy = ops.linear_logprob(
-        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), anchor, softcap, ignore_index,
-        workspace_gib * GIB, backend,
+        hidden, weight, _contiguous(bias), targets, _inverse_temperature(hidden, temperature), anchor, softcap,
+        ignore_index, workspace_gib * GIB, backend,
     )  # fmt: skip
     return (logprobs, entropy) if return_entropy else logprobs
 
@@ -176,8 +176,8 @@ def linear_policy_loss(
     check_policy(check, spec, len(hidden), hidden.device, *data, cu_seqlens)
     constants = (None if one is None else one.detach() for one in data)
     outputs = loss_ops.linear_policy_loss(
-        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), *constants, cu_seqlens, *spec,
-        softcap, ignore_index, _needs(hidden, weight, bias), workspace_gib * GIB, backend,
+        hidden, weight, _contiguous(bias), targets, _inverse_temperature(hidden, temperature), *constants, cu_seqlens,
+        *spec, softcap, ignore_index, _needs(hidden, weight, bias), workspace_gib * GIB, backend,
     )  # fmt: skip
     return PolicyLossOutput(*outputs[:-1])
 
@@ -230,8 +230,9 @@ def linear_preference_loss(
     spec = PreferenceSpec(loss, beta, label_smoothing)
     check_preference(check, spec, len(hidden), hidden.device, cu_seqlens, ref_logprobs, pair_weights)
     total, logprobs, entropy, chosen, rejected, _ = loss_ops.linear_preference_loss(
-        hidden, weight, bias, targets, _inverse_temperature(hidden, temperature), cu_seqlens, ref_logprobs.detach(),
-        pair_weights.detach(), *spec, softcap, ignore_index, _needs(hidden, weight, bias), workspace_gib * GIB, backend,
+        hidden, weight, _contiguous(bias), targets, _inverse_temperature(hidden, temperature), cu_seqlens,
+        ref_logprobs.detach(), pair_weights.detach(), *spec, softcap, ignore_index, _needs(hidden, weight, bias),
+        workspace_gib * GIB, backend,
     )  # fmt: skip
     return PreferenceLossOutput(total, logprobs, chosen, rejected, chosen - rejected, entropy)
 
@@ -323,6 +324,11 @@ def _inverse_temperature(hidden: Tensor, temperature: float | Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         return temperature.detach().float().reciprocal()
     return torch.full((len(hidden),), 1 / temperature, dtype=torch.float32, device=hidden.device)
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    """Kernels step through a bias by one."""
+    return None if bias is None else bias.contiguous()
 
 
 def _needs(*inputs: Tensor | None) -> list[bool]:

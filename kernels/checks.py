@@ -17,6 +17,8 @@ from kernels.preference import PREFERENCE_LOSSES, PreferenceSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
 DIRECTIONS = ("reverse", "forward")
+LARGEST = torch.finfo(torch.float32).max
+"""Numbers are used in fp32, where a larger one is infinite. Only bounds may be that."""
 
 
 def describe(value: object) -> str:
@@ -61,9 +63,13 @@ class Checker:
     def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
         self.require(value in allowed, name, value, "one of " + ", ".join(map(repr, allowed)))
 
-    def number(self, name: str, value: object, expected: str, minimum: float, strict: bool = False) -> None:
+    def number(
+        self, name: str, value: object, expected: str, minimum: float, strict: bool = False, finite: bool = True
+    ) -> None:
         fits = isinstance(value, (int, float)) and (value > minimum if strict else value >= minimum)
         self.require(fits, name, value, expected)
+        fits = not finite or (isinstance(value, (int, float)) and value <= LARGEST)
+        self.require(fits, name, value, expected + ", finite in fp32")
 
     def bounds(self, name: str, value: Tensor, device: torch.device) -> None:
         """cu_seqlens: sequence bounds. On the CPU they cost no read-back, on the rows' device perhaps one."""
@@ -84,7 +90,8 @@ def check_weight(
     """Check a head; ``side`` is what its arguments' names end in."""
     names = ", ".join(map(short, DTYPES))
     check.tensor("hidden" + side, hidden, 2, "[T, H] of " + names)
-    check.require(hidden.dtype in DTYPES, "hidden" + side, hidden, "[T, H] of " + names)
+    fits = hidden.dtype in DTYPES and hidden.shape[1] > 0
+    check.require(fits, "hidden" + side, hidden, "[T, H] of " + names + ", H at least 1")
     width, like_hidden = hidden.shape[1], short(hidden.dtype) + " on {} like hidden" + side
 
     size = "V at least 2" if vocabulary is None else "V like weight_p"
@@ -108,7 +115,7 @@ def check_settings(
     if isinstance(temperature, Tensor):
         check.row("temperature", temperature, len(hidden), hidden.device)
     else:
-        check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 0, strict=True)
+        check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 1 / LARGEST)
     if softcap is not None:
         check.number("softcap", softcap, "None or a number above 0", 0, strict=True)
     check.number("workspace_gib", workspace_gib, "a number above 0", 0, strict=True)
@@ -174,11 +181,12 @@ def check_policy(
     check.choice("loss", spec.loss, LOSSES)
     check.choice("kl_estimator", spec.kl_estimator, KL_ESTIMATORS)
     check.choice("ratio", spec.ratio, RATIOS)
-    for name, number in (("clip_low", spec.clip_low), ("clip_high", spec.clip_high), ("kl_coef", spec.kl_coef)):
-        check.number(name, number, "a number from 0", 0)
-    check.number("entropy_coef", spec.entropy_coef, "a number", float("-inf"))
+    for name, number in (("clip_low", spec.clip_low), ("clip_high", spec.clip_high)):
+        check.number(name, number, "a number from 0", 0, finite=False)
+    check.number("kl_coef", spec.kl_coef, "a number from 0", 0)
+    check.number("entropy_coef", spec.entropy_coef, "a number", -LARGEST)
     if spec.dual_clip is not None:
-        check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True)
+        check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True, finite=False)
         check.require(spec.loss == "clip", "dual_clip", spec.dual_clip, 'None without loss="clip"')
 
     needs_old = 'loss="clip"' if spec.loss == "clip" else "is_cap" if spec.is_cap is not None else ""
@@ -194,7 +202,7 @@ def check_policy(
         if value is not None:
             check.row(name, value, count, device)
     if spec.is_cap is not None:
-        check.number("is_cap", spec.is_cap, "None or a number above 0", 0, strict=True)
+        check.number("is_cap", spec.is_cap, "None or a number above 0", 0, strict=True, finite=False)
         check.require(spec.loss != "likelihood", "is_cap", spec.is_cap, 'None with loss="likelihood"')
     if spec.ratio == "sequence":
         check.needed("cu_seqlens", cu_seqlens, "[sequences + 1]", 'ratio="sequence"')

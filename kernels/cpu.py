@@ -38,19 +38,24 @@ class CpuScanner:
         self.problem, self.needs = problem, needs
         self.dtype = product_dtype(problem.hidden.dtype)
         self.gradients = HeadGradients(problem, needs, self.dtype)
+        # Where the gradient is more than a multiple of E, its logarithm is needed, and a bf16's is off by 0.004.
+        self.reshapes = any(needs) and (problem.entropy_gradient or problem.head.softcap is not None)
+        self.word_bytes = self.dtype.itemsize + (4 if self.reshapes and self.dtype != torch.float32 else 0)
         vocabulary, width = problem.head.weight.shape
         row_bytes = vocabulary // 40 + 24 * width  # the vocabulary's sums stripe by stripe; copies of hidden and dX
         if any(needs):
-            row_bytes += vocabulary * self.dtype.itemsize * 9 // 8  # E, and the threads' sums of dX
+            row_bytes += vocabulary * self.word_bytes + vocabulary * self.dtype.itemsize // 8  # E; threads' sums of dX
         self.chunk_rows = max(1, int(workspace) // row_bytes // _cpu.ROW_MULTIPLE) * _cpu.ROW_MULTIPLE
         self.preferred_rows = self._preferred_rows() if any(needs) else self.chunk_rows
         # Columns of E; the first belong to live rows of earlier chunks, whose products wait for one another.
         self.storage = problem.hidden.new_empty(vocabulary, 0, dtype=self.dtype)
+        self.wide = self.storage.float()
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def scan(self, rows: slice) -> Statistics:
         valid = self.problem.valid[rows]
-        self.exponentials = self._columns(len(valid)) if any(self.needs) else None
+        self.columns = self._columns(len(valid)) if any(self.needs) else None
+        self.exponentials = self._in_fp32(self.columns) if self.columns is not None and self.reshapes else self.columns
         self.anchor = self._guess(rows)
         found = self._scan(rows, None)
         in_reach = (found[3] > 1 / REACH) & (found[3] < REACH)
@@ -79,7 +84,7 @@ class CpuScanner:
     def _preferred_rows(self) -> int:
         """Rows of a chunk if every row is its own; as few chunks as PREFERRED_BYTES allows, about evenly full."""
         rows = len(self.problem.hidden)
-        most = round_up(int(PREFERRED_BYTES * rows / self.dtype.itemsize))
+        most = round_up(int(PREFERRED_BYTES * rows / self.word_bytes))
         most = min(self.chunk_rows, max(PREFERRED_ROWS.start, min(most, PREFERRED_ROWS.stop)))
         return round_up(-(-rows // max(1, -(-rows // most))))
 
@@ -112,6 +117,15 @@ class CpuScanner:
         start = self._waiting_rows()
         return self.storage[:, start : start + size]
 
+    def _in_fp32(self, columns: Tensor) -> Tensor:
+        """Where E of a chunk is made until it is reshaped into ``columns``."""
+        if columns.dtype == torch.float32:
+            return columns
+        if columns.shape[1] > self.wide.shape[1]:
+            self.wide = self.wide.new_empty(len(columns), 0)  # frees the smaller one first
+            self.wide = self.wide.new_empty(columns.shape)
+        return self.wide
+
     def _waiting_rows(self) -> int:
         return sum(len(rows) for rows, _ in self.waiting)
 
@@ -137,7 +151,7 @@ class CpuScanner:
 
     def _bind(self, rows: slice, live: Tensor, grads: RowGradients) -> Tensor:
         """Make E that of the live rows alone, the target's in, and give each row's factor: dz = factor·E."""
-        assert self.exponentials is not None
+        assert self.columns is not None and self.exponentials is not None
         dentropy = torch.zeros_like(grads.dlogprob) if grads.dentropy is None else grads.dentropy
         head, targets = self.problem.head, self.problem.targets[rows]
         chunk = [targets, head.inverse_temperature[rows], grads.dlogprob, dentropy, self.anchor, self.logprobs]
@@ -146,15 +160,18 @@ class CpuScanner:
             _cpu.compact(self.exponentials, live)
             chunk = [one.index_select(0, live) for one in chunk]
         targets, scale, dlogprob, dentropy, anchor, logprobs, entropy, others, inverse_total = chunk
-        exponentials, factor = self.exponentials[:, : len(live)], -scale * inverse_total
-        if head.softcap is None and not dentropy.any():
+        exponentials, factor = self.columns[:, : len(live)], -scale * inverse_total
+        if not self.reshapes:
             factor, own = factor * dlogprob, -others
         else:
-            _cpu.reshape(exponentials, dlogprob, dentropy, entropy, inverse_total, anchor, scale, head.softcap or 0.0)
+            _cpu.reshape(
+                self.exponentials, exponentials, dlogprob, dentropy, entropy, inverse_total, anchor, scale,
+                head.softcap or 0.0,
+            )  # fmt: skip
             total = logprobs.exp() / inverse_total
             own = torch.where(total > 0, dentropy * total * (logprobs + entropy), 0.0) - dlogprob * others
-            if head.softcap is not None:
-                own *= 1 - ((anchor + total.log()) / (scale * head.softcap)).square()
+            if head.softcap is not None:  # the target's own logit, which its E may be too small for
+                own *= 1 - ((anchor + logprobs - inverse_total.log()) / (scale * head.softcap)).square()
         # 1 − p without a difference; and as p → 1 the target's is the whole gradient, so its rounding is made good.
         rounded = own.to(self.dtype)
         exponentials[targets, torch.arange(len(live))] = rounded

@@ -31,10 +31,12 @@ at::Tensor scan(
 // Moves the columns `rows` (rising) of exponentials [V, n] to the front, in place, zeros behind them.
 void compact(const at::Tensor& exponentials, const at::Tensor& rows);
 
-// exponentials E ← E·(dlogprob + dentropy·(log p + entropy))·(1 - (z / (inverse_temperature·softcap))²), elementwise
-// with log p = log E + log 1/s and z = log E + anchor; all but exponentials [n].
+// out = E·(dlogprob + dentropy·(log p + entropy))·(1 - (z / (inverse_temperature·softcap))²), elementwise, with
+// log p = log E + log 1/s and z = log E + anchor. exponentials E [V, at least n] is fp32, `out` [V, n] the same memory or
+// another, bf16 or fp32, with room for n up to a multiple of kRowMultiple; all others [n].
 void reshape(
     const at::Tensor& exponentials,
+    const at::Tensor& out,
     const at::Tensor& dlogprob,
     const at::Tensor& dentropy,
     const at::Tensor& entropy,

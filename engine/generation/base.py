@@ -70,7 +70,7 @@ class Generator(ABC):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         """Samples one response for each request, in their order. Needs ``ready``."""
         self._expect("generate", "ready")
-        return self._generate(requests, sampling) if requests else []
+        return self._generate(requests, sampling)
 
     def sleep(self) -> None:
         """Gives the memory back to training. ``ready`` -> ``asleep``."""

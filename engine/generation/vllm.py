@@ -2,12 +2,13 @@
 
 vLLM builds its groups on the process group it finds (its ``external_launcher``). Ranks are replicas unless
 ``tensor_parallel`` joins neighbours; apart from construction replicas share no collective and may generate at
-different times.
+different times. Joined ranks sample each other's requests too, and call ``generate`` at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from engine.generation.base import Generator, NamedTensors, Request, Response, S
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.budget import Sleep
+    from engine.generation.shared_weights import SharedWeights
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when asked for a lower one that is not 0."""
@@ -31,9 +35,12 @@ class VLLMGenerator(Generator):
         max_model_len: most tokens of prompt and response together.
         max_num_seqs: most responses decoded at a time; further requests wait.
         seed: the engine's own; responses depend on their request's seed only.
-        cpu_kv_cache_gib: GiB of KV cache, CPU only.
-        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache, GPU only.
-        tensor_parallel: neighbouring ranks that hold one replica together and are given equal requests.
+        kv_cache_bytes: of the KV cache, on each rank.
+        sleep: what ``sleep()`` gives back on a GPU: nothing, the KV cache, or the weights too, which ``"level1"`` keeps
+            in host memory and ``"level2"`` drops. On a CPU nothing.
+        tensor_parallel: neighbouring ranks that hold one replica together.
+        shared: the trainer's weights, which the engine is to use in place; ``model_path`` gives its shape only, and
+            ``load_weights`` reads nothing.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -49,9 +56,10 @@ class VLLMGenerator(Generator):
         max_model_len: int,
         max_num_seqs: int,
         seed: int,
-        cpu_kv_cache_gib: float,
-        gpu_memory_utilization: float,
+        kv_cache_bytes: int,
+        sleep: Sleep = "none",
         tensor_parallel: int = 1,
+        shared: SharedWeights | None = None,
     ) -> None:
         import torch.distributed as dist
 
@@ -61,9 +69,11 @@ class VLLMGenerator(Generator):
         if (ranks := dist.get_world_size()) % tensor_parallel:
             raise ValueError(f"generation.tensor_parallel {tensor_parallel} does not divide the {ranks} rank(s)")
         self._max_model_len = max_model_len
-        with compat.process_kept():
+        with ExitStack() as stack:
+            stack.enter_context(compat.process_kept())
             vllm = compat.import_vllm()
             compat.keep_process_group()
+            stack.enter_context(compat.weights_stay_awake(sleep == "kv"))
             self._sampling_params = vllm.SamplingParams
             self._llm: Any = vllm.LLM(
                 model_path,
@@ -80,12 +90,25 @@ class VLLMGenerator(Generator):
                 # Token ids in, token ids out.
                 skip_tokenizer_init=True,
                 use_tqdm_on_load=False,
-                **compat.device_options(cpu_kv_cache_gib, gpu_memory_utilization),
+                kv_cache_memory_bytes=kv_cache_bytes,
+                load_format=shared.register() if shared else "auto",
+                **compat.device_options(dtype, sleep),
             )
-        self._sleeps = not compat.on_cpu()
+        self._level: Sleep = "none" if compat.on_cpu() else sleep
+        self._tensor_parallel, self._shared = tensor_parallel, shared
         self._shapes, self._parameters = _checkpoint_layout(model_path)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        if self._tensor_parallel == 1:
+            return self._sample(requests, sampling)
+        parts, place = compat.shared_with_group(list(requests))
+        responses = self._sample([request for part in parts for request in part], sampling)
+        start = sum(map(len, parts[:place]))
+        return responses[start : start + len(requests)]
+
+    def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        if not requests:
+            return []
         self._check(requests, sampling)
         params = [
             self._sampling_params(
@@ -122,29 +145,35 @@ class VLLMGenerator(Generator):
             )
 
     def _sleep(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=1)
+        if self._level != "none":
+            self._llm.sleep(level=2 if self._level == "level2" else 1)
 
     def _wake(self) -> None:
-        if self._sleeps:
-            self._llm.wake_up(tags=["weights"])
+        if self._level != "none":
+            compat.wake_up(self._llm, "weights")
 
     def _load_weights(self, weights: NamedTensors) -> None:
         """Raises ValueError, naming the tensors, if any is missing, unknown or of a wrong shape."""
+        if self._shared:
+            self._shared.refresh()
+            return
         stream = _CheckedStream(weights, self._shapes)
         compat.load_weights(self._llm, stream)
         stream.raise_problems(self._parameters)
 
     def _start(self) -> None:
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])
+        if self._level != "none":
+            compat.wake_up(self._llm, "kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: it still holds keys of the old weights")
 
     def close(self) -> None:
         """Frees the engine; the process group stays. Call it before that ends; the sampler is of no use afterwards."""
+        if self._level != "none" and self.state != "ready":  # vLLM cannot free what it has unmapped
+            self._llm.wake_up(None if self.state == "asleep" else ["kv_cache"])
         compat.shut_down(self._llm)
         del self._llm
+        compat.release_memory()
 
 
 class _CheckedStream:

@@ -14,16 +14,21 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.generation.base import NamedTensors
 
+if TYPE_CHECKING:
+    from engine.budget import Sleep
+
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the KV cache; whole blocks of a prompt are shared. vLLM's own 128 on the CPU shares little."""
+LITTLE = 0.01
+"""Share of a GPU's memory that vLLM finds free in any run."""
 
 _HARMLESS = (
     ("vllm.triton_utils.importing", "doesn't include CPU backend"),
@@ -126,10 +131,17 @@ def keep_process_group() -> None:
     core.cleanup_dist_env_and_memory = lambda: None
 
 
-def device_options(cpu_kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
     """Engine arguments that depend on the device. On the CPU, also turns off what costs a shared process dear."""
     if not on_cpu():
-        return {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+        options: dict[str, Any] = {
+            "enable_sleep_mode": sleep != "none",
+            # Is to be free at start, whatever part of it is used; the KV cache has its own size.
+            "gpu_memory_utilization": LITTLE,
+        }
+        if dtype != "float32":  # logits as the products' fp32 sums: rounded, they are the largest part of the gap
+            options["hf_overrides"] = {"head_dtype": "float32"}
+        return options
     import torch
 
     # Looks at a model's class here, not in a second Python: that protects CUDA only and takes 7 s.
@@ -141,8 +153,52 @@ def device_options(cpu_kv_cache_gib: float, gpu_memory_utilization: float) -> di
     # Leaves out what would bind all memory of the process, the trainer's too, to one NUMA node.
     operators: Any = torch.ops._C
     operators.init_cpu_memory_env = lambda nodes: None
-    cache_bytes = int(cpu_kv_cache_gib * 2**30)
-    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK_SIZE}
+    return {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE}
+
+
+@contextmanager
+def weights_stay_awake(enabled: bool) -> Iterator[None]:
+    """An engine built in here keeps its weights out of the memory that sleeps, so that only its KV cache does."""
+    if not enabled or on_cpu():
+        yield
+        return
+    worker: Any = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    pool = worker._maybe_get_memory_pool_context
+    worker._maybe_get_memory_pool_context = lambda self, tag: nullcontext() if tag == "weights" else pool(self, tag)
+    try:
+        yield
+    finally:
+        worker._maybe_get_memory_pool_context = pool
+
+
+def wake_up(llm: Any, tag: str) -> None:
+    """Gives the engine's ``"weights"`` or its ``"kv_cache"`` their memory back.
+
+    Raises:
+        RuntimeError: there is not enough; nothing has been taken. (vLLM itself fails half-way and leaks.)
+    """
+    import torch
+
+    torch.cuda.empty_cache()  # PyTorch's allocator would not hand its cached blocks over when vLLM runs short
+    allocator: Any = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag == tag]
+    needed, free = sum(data.handle[1] for data in asleep), torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise RuntimeError(
+            f"vLLM cannot wake up: its {tag.replace('_', ' ')} needs {needed:,} bytes, {free:,} are free on the GPU: "
+            "lower memory.kv_cache_gib or train.tokens_per_microbatch, or set memory.offload on"
+        )
+    llm.wake_up(tags=[tag])
+
+
+def shared_with_group(part: list[Any]) -> tuple[list[list[Any]], int]:
+    """The lists of all ranks that hold one engine together, in rank order, and this rank's place among them."""
+    import torch.distributed as dist
+
+    group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    parts: list[Any] = [None] * group.world_size
+    dist.all_gather_object(parts, part, group=group.cpu_group)
+    return parts, group.rank_in_group
 
 
 def load_weights(llm: Any, weights: NamedTensors) -> None:
@@ -154,7 +210,10 @@ def load_weights(llm: Any, weights: NamedTensors) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
         llm.apply_model(_repack_head)
     else:
+        import torch
+
         llm.apply_model(lambda model: model.load_weights(weights))
+        torch.cuda.synchronize()  # vLLM samples on a stream of its own
 
 
 def _repack_head(model: Any) -> None:
@@ -172,3 +231,12 @@ def shut_down(llm: Any) -> None:
     state.destroy_model_parallel()
     state._WORLD.destroy()
     state._WORLD = None
+
+
+def release_memory() -> None:
+    """Frees what a dropped engine held; the next one may not be built before."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

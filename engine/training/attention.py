@@ -1,11 +1,14 @@
-"""Attention over packed sequences, registered with transformers as ``packed_sdpa``.
+"""Attention over packed sequences, registered with transformers as ``packed``.
 
-A packed row goes through PyTorch's scaled-dot-product attention as one batch row a sequence, so no token sees another
-sequence and no [N, N] mask exists. Models reach it through transformers' attention interface.
+No token sees another sequence and no [N, N] mask exists. On a GPU in 16-bit numbers a variable-length kernel walks the
+packed row: flash-attn's where that package is installed, else PyTorch's own. Everywhere else the row goes through
+scaled-dot-product attention as one batch row a sequence. Models reach it through transformers' attention interface.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.training.packing import Layout
 
-NAME = "packed_sdpa"
+NAME = "packed"
 
 
-def packed_sdpa(
+def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -27,35 +30,73 @@ def packed_sdpa(
     *,
     packed: Layout,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence.
+    """Causal attention inside each packed sequence, without dropout.
 
     Args:
         query: [1, heads, N, D]; key, value: [1, kv_heads, N, D].
         packed: the row's layout, handed through the model's forward.
+        scaling: factor on the products of queries and keys. Default: 1 / sqrt(D).
+        sliding_window: tokens that a token sees, itself included. Default: all before it.
 
     Returns:
         [1, N, heads, D], and no attention weights.
 
     Raises:
-        NotImplementedError: for variants of attention that this one does not compute.
+        NotImplementedError: for variants of attention that the kernel for this device and dtype does not compute.
     """
     if softcap is not None:
-        raise NotImplementedError("packed_sdpa computes no soft-capped attention logits (this model wants them)")
+        raise NotImplementedError("packed attention computes no soft-capped attention logits (this model wants them)")
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if has_kernel(query):
+        return _varlen(q, k, v, packed, scaling, sliding_window)[None], None
     if sliding_window is not None and packed.longest > sliding_window:
         raise NotImplementedError(
-            f"packed_sdpa has no sliding window: {packed.longest} tokens exceed the model's {sliding_window}"
+            f"on {query.device.type} in {query.dtype} packed attention has no sliding window: {packed.longest} tokens "
+            f"exceed the model's {sliding_window}; train in bfloat16 on a GPU, or on shorter sequences"
         )
+    return _sdpa(q, k, v, packed, scaling)[None], None
+
+
+def has_kernel(query: Tensor) -> bool:
+    """True where a variable-length kernel takes tensors of this device, dtype and head size."""
+    return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scale: float | None, window: int | None) -> Tensor:
+    """A kernel walks the row: q [N, heads, D], k and v [N, kv_heads, D] to [N, heads, D]."""
+    row = (q, k, v, packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
+    before = -1 if window is None else window - 1
+    if (flash := _flash_attn()) is not None:
+        out: Tensor = flash(*row, softmax_scale=scale, causal=True, window_size=(before, 0))
+        return out
+    # The operator below torch.nn.attention.varlen, whose own signature is another one in every PyTorch release.
+    causal = window is None
+    options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
+    result: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*row, 0.0, causal, False, **options)
+    return result[0]
+
+
+@functools.cache
+def _flash_attn() -> Callable[..., Tensor] | None:
+    """flash-attn's own kernel, where the package is installed and fits this PyTorch."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scale: float | None) -> Tensor:
+    """One batch row a sequence: q [N, heads, D], k and v [N, kv_heads, D] to [N, heads, D]."""
     sequences = len(packed.cu_seqlens) - 1
-    q, k, v = (_spread(states[0].transpose(0, 1), packed, sequences) for states in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).flatten(0, 1)[packed.slots][None], None
+    grouped = q.shape[1] != k.shape[1]
+    q, k, v = (_spread(states, packed, sequences) for states in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)[packed.slots]
 
 
 def _spread(states: Tensor, packed: Layout, sequences: int) -> Tensor:
@@ -66,6 +107,6 @@ def _spread(states: Tensor, packed: Layout, sequences: int) -> Tensor:
 
 def register() -> str:
     """Makes the attention known to transformers; returns its name for ``attn_implementation``."""
-    AttentionInterface.register(NAME, packed_sdpa)
+    AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME

@@ -84,27 +84,36 @@ def _hidden(model: Any, batch: Microbatch) -> Tensor:
     ).last_hidden_state[0]
 
 
-def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
-    """A policy in fp32 from a Hugging Face folder; dropout off.
+def load_policy(path: str, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
+    """A policy from a Hugging Face folder, in host memory; dropout off.
+
+    Args:
+        path: a folder or hub name.
+        gradient_checkpointing: recompute each layer's activations in the backward pass.
+        dtype: of the weights; the one that the model will compute in, so that no wider copy is ever made.
 
     Raises:
         ConfigError: the folder holds no causal language model, or lacks weights.
     """
-    return Policy(_prepare(_load(AutoModelForCausalLM, path), gradient_checkpointing))
+    return Policy(_prepare(_load(AutoModelForCausalLM, path, dtype), gradient_checkpointing))
 
 
-def load_value(path: str, gradient_checkpointing: bool = False) -> tuple[Value, bool]:
-    """A value model in fp32, and whether its head is new (a causal model has none: it starts at zero)."""
-    model, missing = _load(AutoModelForSequenceClassification, path, allow_missing=("score.",), num_labels=1)
+def load_value(
+    path: str, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[Value, bool]:
+    """A value model likewise, and whether its head is new (a causal model has none: it starts at zero)."""
+    model, missing = _load(AutoModelForSequenceClassification, path, dtype, allow_missing=("score.",), num_labels=1)
     if missing:
         nn.init.zeros_(model.score.weight)
     return Value(_prepare(model, gradient_checkpointing)), bool(missing)
 
 
-def _load(kind: Any, path: str, allow_missing: tuple[str, ...] | None = None, **options: Any) -> Any:
+def _load(
+    kind: Any, path: str, dtype: torch.dtype, allow_missing: tuple[str, ...] | None = None, **options: Any
+) -> Any:
     try:
         model, info = kind.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention.register(), output_loading_info=True, **options
+            path, dtype=dtype, attn_implementation=attention.register(), output_loading_info=True, **options
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{path}' cannot be loaded as {kind.__name__}: {str(error).splitlines()[0]}") from error

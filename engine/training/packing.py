@@ -17,7 +17,7 @@ class Layout:
     """Where each of S packed sequences lies in a row of N tokens."""
 
     cu_seqlens: Tensor
-    """[S + 1] int64, borders of the sequences."""
+    """[S + 1] int32, borders of the sequences; variable-length attention kernels take no other integers."""
     longest: int
     slots: Tensor
     """[N] int64, place of each token in an [S, longest] grid; what attention needs to see one sequence a row."""
@@ -100,7 +100,9 @@ def _pack(samples: Sequence[Sample], indices: list[int], counts: bool, device: t
         counts=counts,
         input_ids=input_ids[None].to(device),
         position_ids=position[None].to(device),
-        layout=Layout(torch.cat([zero, ends]).to(device), longest, (sequence * longest + position).to(device)),
+        layout=Layout(
+            torch.cat([zero, ends]).to(device, torch.int32), longest, (sequence * longest + position).to(device)
+        ),
         rows=rows.to(device),
         targets=input_ids[rows + 1].to(device),
         cu_seqlens=torch.cat([zero, (lengths - prompts).cumsum(0)]),

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from algorithms import ppo
 from algorithms.base import Objective
+from engine import experience
 from engine.config import Config
 from engine.distributed import World
 from engine.sample import Sample
-from engine.training import models, zero
+from engine.training import liger, models, zero
 from engine.training.averages import Averages
+from engine.training.gap import Gap
+from engine.training.offload import HostStates
 from engine.training.packing import Microbatch, microbatches
 
 
@@ -60,6 +63,10 @@ class Trainer:
         value: models.Value | None,
     ) -> None:
         self.config, self.world = config, world
+        networks: list[models.Policy | models.Value | None] = [policy, reference, value]
+        for network in networks:
+            if network is not None and world.device.type == "cuda":
+                liger.patch(network.model)
         steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
         self._rates = {"policy": config.train.learning_rate}
         self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
@@ -70,6 +77,7 @@ class Trainer:
             value, config, learning_rate=self._rates["value"], total_steps=steps
         )
         self.reference: DeepSpeedEngine | None = reference and zero.prepare_deepspeed(reference, config)
+        self._states = [HostStates(engine) for engine in (self.policy, self.value) if engine]
         self._head_options = {
             "temperature": config.generation.temperature,
             "workspace_gib": config.train.workspace_gib,
@@ -78,8 +86,28 @@ class Trainer:
 
     @property
     def engines(self) -> dict[str, DeepSpeedEngine]:
-        """The engines with state to save, by name."""
+        """The engines with state to train and to save, by name.
+
+        Raises:
+            RuntimeError: their optimizer states are offloaded.
+        """
+        if any(states.offloaded for states in self._states):
+            raise RuntimeError(
+                "the optimizer states are in host memory: call Trainer.reload() before training or saving"
+            )
         return {"policy": self.policy} | ({"value": self.value} if self.value else {})
+
+    def offload(self) -> int:
+        """Moves the trained models' optimizer states and fp32 weights to host memory; gives the bytes freed on the GPU.
+
+        Forward passes still work; ``reload`` must come before the next update or checkpoint.
+        """
+        return sum(states.offload() for states in self._states)
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved, bit for bit."""
+        for states in self._states:
+            states.reload()
 
     def apply_settings(self) -> None:
         """Puts the configuration's learning rates and optimizer settings in place of a loaded checkpoint's."""
@@ -122,7 +150,7 @@ class Trainer:
         tokens: dict[str, Tensor],
         objective: Objective,
         *,
-        order_seed: str,
+        step: int,
         train_policy: bool = True,
     ) -> dict[str, float]:
         """One update on a rollout batch: epochs, minibatches (optimizer steps), microbatches.
@@ -133,7 +161,7 @@ class Trainer:
                 sampler's weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values``
                 with a value model.
             objective: the algorithm's advantages, returns and loss.
-            order_seed: fixes the minibatches.
+            step: rollout batches trained on before; with the run's seed it fixes the minibatches.
             train_policy: False trains the value model alone.
 
         Returns:
@@ -145,6 +173,11 @@ class Trainer:
         """
         train, averages = self.config.train, Averages(self.world)
         store = TokenStore(samples)
+        sampler, measured = tokens.get("sampler_logprobs"), None
+        if sampler is not None and experience.recomputes_old(self.config):
+            self._check_gap(sampler, tokens["old_logprobs"], samples, step, averages)
+        elif sampler is not None:  # then the update is one step, and its own forward passes tell
+            measured = store.empty()
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
                 tokens = tokens | {name: vector}
@@ -152,23 +185,26 @@ class Trainer:
             engine.train()
         for epoch in range(train.epochs_per_batch):
             order = list(range(len(samples)))
-            random.Random(f"{order_seed}/{epoch}/{self.world.rank}").shuffle(order)
+            random.Random(f"{self.config.seed}/{step}/{epoch}/{self.world.rank}").shuffle(order)
             size = len(samples) // train.minibatches_per_batch
             for start in range(0, len(samples), size):
                 batches = microbatches(samples, order[start : start + size], train.tokens_per_microbatch, self.world)
                 weights = self._normalised(batches, objective.normalise)
-                gap, losses = Averages(self.world), []
+                losses = []
                 for batch, weight in zip(batches, weights, strict=True):
                     row = {name: store.take(vector, batch) for name, vector in tokens.items()}
                     if train_policy:
-                        losses.append(self._policy_backward(batch, weight, row, objective, averages, gap))
-                    elif epoch == start == 0:
+                        loss, logprobs = self._policy_backward(batch, weight, row, objective, averages)
+                        losses.append(loss)
+                    elif measured is not None:
                         with torch.no_grad():
-                            _add_gap(gap, batch, row, self.policy(batch, **self._head_options))
+                            logprobs = self.policy(batch, **self._head_options)
+                    if measured is not None and batch.counts:
+                        store.put(measured, batch, logprobs.detach().cpu())
                     if self.value is not None:
                         self._value_backward(batch, weight, row, averages)
-                if epoch == start == 0 and "sampler_logprobs" in tokens:
-                    averages.add_equal("weights/logprob_gap_mean", self._checked_gap(gap))
+                if sampler is not None and measured is not None:
+                    self._check_gap(sampler, measured, samples, step, averages)
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
                     self._step(self.policy, "policy", averages)
@@ -196,8 +232,7 @@ class Trainer:
         row: dict[str, Tensor],
         objective: Objective,
         averages: Averages,
-        gap: Averages,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         train, old = self.config.train, row.get("old_logprobs")
         loss_arguments: dict[str, Any] = {
             "advantages": row.get("advantages"),
@@ -223,8 +258,7 @@ class Trainer:
             k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
             averages.add("policy/kl_old", k3.sum() * batch.counts, rows)
             averages.add("policy/log_ratio_abs", change.abs().sum() * batch.counts, rows)
-        _add_gap(gap, batch, row, logprobs)
-        return loss.detach()
+        return loss.detach(), logprobs
 
     def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
         assert self.value is not None
@@ -235,26 +269,25 @@ class Trainer:
         averages.add("value/loss", losses.sum() * batch.counts, rows)
         averages.add("value/clip_fraction", clipped.sum() * batch.counts, rows)
 
-    def _checked_gap(self, gap: Averages) -> float:
-        """Mean distance between sampler and trainer before the first step, in nats; fails above the limit."""
-        mean, limit = gap.means()["mean"], self.config.generation.max_logprob_gap
-        if not mean <= limit:
+    def _check_gap(
+        self, sampler: Tensor, own: Tensor, samples: Sequence[Sample], step: int, averages: Averages
+    ) -> None:
+        """Compares sampler and trainer before the first optimizer step; fails above the limit."""
+        gap, limit = Gap.between(sampler, own, self.world), self.config.generation.max_logprob_gap
+        if not gap.mean <= limit:
+            versions = sorted({sample.policy_version for sample in samples})
             raise WeightsDisagreeError(
-                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} nats a token on average, "
-                f"more than generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute "
-                "too differently"
+                f"step {step + 1}: the log-probabilities of the sampler, at policy version "
+                f"{', '.join(map(str, versions))}, differ from the trainer's by {gap.mean:.4f} nats a token on average "
+                f"(99.9 percent of the tokens within {gap.p999:.4f}; rank {gap.worst_rank} is the furthest off), more "
+                f"than generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute too "
+                "differently"
             )
-        return mean
+        averages.add_equal("weights/logprob_gap_mean", gap.mean)
+        averages.add_equal("weights/logprob_gap_p999", gap.p999)
 
     def _step(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
         rate = engine.get_lr()[0]
         engine.step()
         averages.add_equal(f"{name}/grad_norm", float(engine.get_global_grad_norm() or 0.0))
         averages.add_equal(f"{name}/lr", rate)
-
-
-def _add_gap(gap: Averages, batch: Microbatch, row: dict[str, Tensor], logprobs: Tensor) -> None:
-    """Adds a microbatch's distances between the sampler's and the trainer's log-probabilities, in nats."""
-    if "sampler_logprobs" in row:
-        distance = (logprobs - row["sampler_logprobs"]).abs().sum()
-        gap.add("mean", distance * batch.counts, len(batch.rows) * batch.counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 from collections.abc import Callable
@@ -18,13 +20,18 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On a CPU DeepSpeed would first compile a shared-memory all-reduce, for half a minute and more; gloo does without.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+REDUCE_BUCKET = 50_000_000
+"""Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and its
+default of ten times as much takes 1 GB in 16 bits."""
+
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
     """A frozen model as a DeepSpeed engine: sharded with ZeRO-3 when training is, whole on every rank otherwise."""
     model.requires_grad_(False)
     model.eval()
     stage = 3 if config.train.zero_stage == 3 else 0
-    engine, *_ = deepspeed.initialize(model=model, config=_settings(config, stage))
+    with contextlib.redirect_stdout(io.StringIO()):  # in bf16 it prints the machine's memory
+        engine, *_ = deepspeed.initialize(model=model, config=_settings(config, stage))
     return engine
 
 
@@ -35,7 +42,7 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
     """
     train = config.train
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        parameter_groups(model),
         lr=learning_rate,
         betas=train.adam_betas,
         eps=train.adam_eps,
@@ -52,6 +59,17 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
         settings["gradient_clipping"] = train.max_grad_norm
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     return engine
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The trained parameters in the model's order: matrices in one group, biases and norms in another.
+
+    Both have the same settings. ZeRO-1 and 2 lay a group's weights end to end in one buffer in this order, where the
+    matrices that a sampler fuses (q, k, v; gate, up) are then neighbours, so that it can use them in place.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [[one for one in trained if one.ndim > 1], [one for one in trained if one.ndim < 2]]
+    return [{"params": group} for group in groups if group]
 
 
 def apply_settings(engine: DeepSpeedEngine, config: Config, learning_rate: float) -> None:
@@ -102,7 +120,12 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0,  # DeepSpeed's own default is 1
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "round_robin_gradients": False,  # it would reorder the weights in ZeRO's buffers: see parameter_groups
+        },
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "fp16": {"enabled": config.model.dtype == "float16"},
         "steps_per_print": 2**62,

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 import warnings
@@ -249,7 +250,13 @@ ILLEGAL = [
     (kernels.linear_logprob, HEAD, {"temperature": T[:2]}, r"temperature is \[2\]"),
     (kernels.linear_logprob, HEAD, {"temperature": T}, "temperature is .*expected only numbers above 0"),
     (kernels.linear_logprob, HEAD, {"softcap": -1.0}, "softcap is -1.0"),
+    (kernels.linear_logprob, HEAD, {"softcap": math.inf}, "softcap is inf, expected None or .* finite in fp32"),
+    (kernels.linear_logprob, HEAD, {"softcap": 1e39}, r"softcap is 1e\+39, .* finite in fp32"),
+    (kernels.linear_logprob, HEAD, {"temperature": math.inf}, "temperature is inf, .* finite in fp32"),
+    (kernels.linear_logprob, HEAD, {"temperature": 1e-39}, "temperature is 1e-39, expected a number"),
+    (kernels.linear_logprob, HEAD, {"hidden": H[:, :0], "weight": W[:, :0]}, r"hidden is \[4, 0\].*H at least 1"),
     (kernels.linear_logprob, HEAD, {"workspace_gib": 0}, "workspace_gib is 0"),
+    (kernels.linear_logprob, HEAD, {"workspace_gib": math.inf}, "workspace_gib is inf"),
     (kernels.linear_logprob, HEAD, {"backend": "tpu"}, "backend='tpu' is not one of 'triton', 'cpu', 'reference'"),
     (
         kernels.linear_policy_loss,
@@ -270,6 +277,8 @@ ILLEGAL = [
     (kernels.linear_policy_loss, POLICY, {"token_weights": T[:1]}, r"token_weights is \[1\]"),
     (kernels.linear_policy_loss, POLICY, {"kl_coef": 0.1}, "ref_logprobs is None.*kl_coef > 0"),
     (kernels.linear_policy_loss, POLICY, {"kl_coef": -0.1}, "kl_coef is -0.1"),
+    (kernels.linear_policy_loss, POLICY, {"kl_coef": math.inf, "ref_logprobs": T}, "kl_coef is inf"),
+    (kernels.linear_policy_loss, POLICY, {"entropy_coef": -math.inf}, "entropy_coef is -inf, expected a number"),
     (kernels.linear_policy_loss, POLICY, {"is_cap": 2.0}, "behaviour_logprobs is None.*is_cap"),
     (kernels.linear_policy_loss, POLICY, {"is_cap": 0.0, "behaviour_logprobs": T}, "is_cap is 0.0"),
     (
@@ -291,6 +300,7 @@ ILLEGAL = [
         "loss is 'dpo', expected one of 'sigmoid', 'ipo', 'hinge'",
     ),
     (kernels.linear_preference_loss, PAIRS, {"beta": 0}, "beta is 0, expected a number above 0"),
+    (kernels.linear_preference_loss, PAIRS, {"beta": math.inf}, "beta is inf, expected .* finite in fp32"),
     (kernels.linear_preference_loss, PAIRS, {"label_smoothing": 0.5}, "label_smoothing is 0.5, expected .*below 0.5"),
     (
         kernels.linear_preference_loss,
@@ -325,6 +335,52 @@ def test_illegal_input(function, legal, change, message):
         (ValueError, TypeError), match=f"{function.__name__}: .*{message}|{function.__name__}: {message}"
     ):
         function(**(legal | change))
+
+
+def test_vectors_of_any_stride(run):
+    """Every argument that is a vector, as a column of a matrix, gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    rows, vocabulary = 7, 40
+    hidden, weight, other = (torch.randn(size, 9, generator=generator) for size in (rows, vocabulary, rows))
+    columns = torch.randn(6, rows, generator=generator)
+    vectors = {
+        "targets": torch.randint(vocabulary, (rows,), generator=generator), "bounds": torch.tensor([0, 3, 7]),
+        "advantages": columns[0], "token_weights": columns[1].abs(), "old": columns[2] - 4, "ref": columns[3] - 4,
+        "behaviour": columns[4] - 4, "temperature": columns[5].abs() + 0.5, "pair_weights": torch.ones(1),
+        "bootstrap": torch.ones(2), "bias": torch.randn(vocabulary, generator=generator),
+    }  # fmt: skip
+
+    def results(place) -> list[torch.Tensor]:
+        v = {name: place(vector.to(run.device)) for name, vector in vectors.items()}
+        leaves = [one.to(run.device).requires_grad_() for one in (hidden.clone(), weight.clone())]
+        head = (*leaves, v["targets"])
+        shape = {"bias": v["bias"].requires_grad_(), "temperature": v["temperature"], "backend": run.backend}
+        weights = {"advantages": v["advantages"], "token_weights": v["token_weights"], "old_logprobs": v["old"]}
+        all_of_it = {
+            "ref_logprobs": v["ref"], "kl_coef": 0.1, "behaviour_logprobs": v["behaviour"], "is_cap": 2.0,
+            "cu_seqlens": v["bounds"], "ratio": "sequence", "entropy_coef": 0.1,
+        }  # fmt: skip
+        pairs = {"cu_seqlens": v["bounds"], "ref_logprobs": v["ref"], "pair_weights": v["pair_weights"]}
+        found = [
+            kernels.linear_policy_loss(*head, **weights, **shape).loss,
+            kernels.linear_policy_loss(*head, **weights, **all_of_it, **shape).loss,
+            kernels.linear_preference_loss(*head, **pairs, **shape).loss,
+            *kernels.linear_logprob(*head, anchor=v["old"], return_entropy=True, **shape),
+        ]
+        if run.has("linear_kl") and not run.interpreted:
+            side = {"bias_p": shape.pop("bias"), "bias_q": v["bias"]}
+            found.append(kernels.linear_kl(*leaves, other.to(run.device), leaves[1], **side, **shape))
+        if run.has("gae"):
+            steps = (v["advantages"], v["old"], v["bounds"], 0.9, 0.8)
+            found += kernels.gae(*steps, bootstrap=v["bootstrap"], backend=run.backend)
+        sum(one.sum() for one in found if one.requires_grad).backward()
+        return [*found, leaves[0].grad, leaves[1].grad, v["bias"].grad]
+
+    def column(vector):
+        return torch.stack([torch.full_like(vector, 5), vector], 1)[:, 1].detach()
+
+    for strided, plain in zip(results(column), results(torch.clone), strict=True):
+        assert torch.equal(strided, plain)
 
 
 def test_missing_build_falls_back_with_one_warning(monkeypatch):

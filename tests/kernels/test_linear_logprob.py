@@ -136,6 +136,39 @@ def test_temperature_softcap_and_bias(run, tools, dtype, softcap, per_row):
         assert tools.relative_error(value, exact) < {4: run.gradient_rounding, 2: 6e-3}[dtype.itemsize]
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.1, 1.0])
+def test_entropy_gradient_of_nearly_equal_words(run, tools, spread):
+    """There log p + H is small: a logarithm of a bf16 probability would be all error."""
+    rows = 9 if run.interpreted else 64
+    problem = tools.make_problem(rows, 127, dtype=torch.bfloat16, device=run.device)
+    problem = type(problem)(problem.hidden, problem.weight * spread, problem.targets)
+    grads = (torch.zeros(rows, device=run.device), upstream(rows)[1].to(run.device))
+    exact = tools.logprob_gradients(problem.leaves(torch.float64), grads, kernels.reference.linear_logprob)
+    found = tools.logprob_gradients(problem.leaves(), grads, kernels.linear_logprob, backend=run.backend)
+    for value, truth in zip(found, exact, strict=True):
+        assert tools.relative_error(value, truth) < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_softcap_with_targets_of_no_probability(run, tools, dtype):
+    """Their E is zero in fp32, and its logarithm no logit."""
+    problem = tools.make_problem(12, 127, dtype=dtype, device=run.device)
+    targets = (problem.hidden.float() @ problem.weight.float().t()).argmin(1)
+    problem = type(problem)(problem.hidden, problem.weight, targets)
+    settings = {"softcap": 30.0, "temperature": torch.linspace(0.01, 0.5, 12, device=run.device)}
+    exact_settings = settings | {"temperature": settings["temperature"].double()}
+    logprobs = kernels.linear_logprob(problem.hidden, problem.weight, targets, backend=run.backend, **settings)
+    assert logprobs.min() < -200
+    exact = tools.logprob_gradients(
+        problem.leaves(torch.float64), upstream(12), kernels.reference.linear_logprob, **exact_settings
+    )
+    found = tools.logprob_gradients(
+        problem.leaves(), upstream(12), kernels.linear_logprob, backend=run.backend, **settings
+    )
+    for value, truth in zip(found, exact, strict=True):
+        assert tools.relative_error(value, truth) < {4: 5e-5, 2: 6e-3}[dtype.itemsize]
+
+
 def test_dweight_error_does_not_grow_with_chunks(run, tools):
     """An accumulator in bf16 would lose small chunks: all rows pull the same columns the same way."""
     if run.interpreted:

@@ -12,7 +12,7 @@ import torch
 from engine import distributed, experience
 from engine.config import Config
 from engine.sample import Sample
-from engine.training import models
+from engine.training import models, zero
 from engine.training.trainer import Trainer
 
 EPISODES = 8
@@ -54,6 +54,7 @@ def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
             "ppo": {"value_coef": 1.0},
         }
     )
+    zero.REDUCE_BUCKET = 20_000  # some matrices are larger, as real embeddings are
     with distributed.joined("cpu", 5) as world:
         torch.manual_seed(0)
         value = models.load_value(model)[0] if algo == "ppo" else None
@@ -81,7 +82,7 @@ def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
         tokens = {"old_logprobs": old, "sampler_logprobs": experience.behaviour_logprobs(samples)}
         if values is not None:
             tokens["old_values"] = values - 0.1
-        metrics = trainer.update(samples, tokens, objective, order_seed="0")
+        metrics = trainer.update(samples, tokens, objective, step=0)
         from engine import weights
 
         after = {name: {n: t.clone() for n, t in weights.full_weights(e)} for name, e in trainer.engines.items()}

@@ -115,7 +115,7 @@ def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path
 def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     more = "--algo rloo --generation.backend vllm --launch.ranks 2 --train.zero_stage 3 --train.learning_rate 1e-3"
-    run_engine(short(tiny_model, tmp_path, "v") + more + " --generation.cpu_kv_cache_gib 0.25")
+    run_engine(short(tiny_model, tmp_path, "v") + more + " --memory.kv_cache_gib 0.25")
     check_folder(tmp_path / "v", 3)
     gaps = [row["weights/logprob_gap_mean"] for row in steps(tmp_path / "v")]
     assert all(gap < 1e-4 for gap in gaps), "after large steps, too"

@@ -138,6 +138,28 @@ def test_a_killed_rank_ends_the_run_and_is_named(start) -> None:
     assert "SIGKILL" in (running.run / "report.html").read_text()
 
 
+def test_a_rank_that_waits_beyond_python_is_killed_too(start, tmp_path: Path) -> None:
+    """A lock that is never given stands for a collective on the GPU: C code that no signal ends."""
+    (tmp_path / "stuck.py").write_text(
+        "import ctypes, os, signal\n"
+        "def reward(completions, **_):\n"
+        f"    if os.path.exists('{tmp_path}/now'):\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        lock = ctypes.create_string_buffer(64)\n"
+        "        for _ in range(2):\n"
+        "            ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    running = start(f"--launch.ranks 2 --reward.function {tmp_path}/stuck.py:reward")
+    (tmp_path / "now").touch()
+    output = running.end(10)
+    assert running.process.returncode == 1
+    last = output.strip().splitlines()[-1]
+    assert "rank 1 failed" in last and "SIGKILL" in last and "report.html" in last, output
+    assert "SIGKILL" in (running.run / "report.html").read_text()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_failing_rank_s_error_is_the_one_reported(tiny_model: str, tmp_path: Path, rank: int) -> None:
     (tmp_path / "bad.py").write_text(

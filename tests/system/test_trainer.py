@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from engine import distributed, experience
 from engine.config import Config
 from engine.distributed import World
-from engine.training import models
+from engine.training import models, zero
+from engine.training.averages import Averages
 from engine.training.packing import microbatches
 from engine.training.trainer import Trainer, WeightsDisagreeError
 from tests.system import gradients
@@ -74,10 +76,11 @@ def world():
         yield alone
 
 
-def trainer(model: str, world: World, **sections: dict) -> Trainer:
+def trainer(path: str, world: World, **sections: dict) -> Trainer:
     train = {"steps": 1, "tokens_per_microbatch": 40, "learning_rate": 1e-3} | sections.pop("train", {})
     config = Config.model_validate({"algo": "rloo", "train": train, "kl": {"coef": 0.0}} | sections)
-    return Trainer(config, world, policy=models.load_policy(model), reference=None, value=None)
+    policy = models.load_policy(path, dtype=getattr(torch, config.model.dtype))
+    return Trainer(config, world, policy=policy, reference=None, value=None)
 
 
 def test_packed_logprobs_equal_one_sequence_at_a_time(tiny_model: str, world: World) -> None:
@@ -134,7 +137,7 @@ def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: Wor
     rollout = experience.rollout(samples, old, None, None, None)
     objective = experience.objective(got.config, rollout, 0.0, world)
     tokens = {"old_logprobs": old, "sampler_logprobs": old}
-    metrics = got.update(samples, tokens, objective, order_seed="0")
+    metrics = got.update(samples, tokens, objective, step=0)
     assert metrics["policy/log_ratio_abs"] < 5e-6  # fp32 rounding of differently shaped products
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=5e-6)
     assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
@@ -155,19 +158,30 @@ def test_gradient_norm_is_told_before_clipping(tiny_model: str, world: World, li
         one.reward *= 100
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    told = got.update(samples, {"old_logprobs": old}, objective, order_seed="0")["policy/grad_norm"]
+    told = got.update(samples, {"old_logprobs": old}, objective, step=0)["policy/grad_norm"]
     assert told > 1.5, "a gradient with something to clip"
     assert applied == [pytest.approx(limit or told, rel=1e-4)]
 
 
-def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World) -> None:
-    got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01})
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World, minibatches: int) -> None:
+    """By the mean over all tokens, before the first step is taken, also where that step sees a quarter of them."""
+    got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01}, train={"minibatches_per_batch": minibatches})
     samples = gradients.batch()
+    for one in samples:
+        one.policy_version = 41
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    got.update(samples, {"old_logprobs": old, "sampler_logprobs": old + 0.005}, objective, order_seed="0")
-    with pytest.raises(WeightsDisagreeError, match="max_logprob_gap"):
-        got.update(samples, {"old_logprobs": old, "sampler_logprobs": old + 0.5}, objective, order_seed="0")
+    sampler = old + 0.005
+    sampler[-1] += 0.05
+    before = [p.detach().clone() for p in got.policy.module.parameters()]
+    with pytest.raises(WeightsDisagreeError, match=r"step 8: .*version 41.*rank 0.*max_logprob_gap"):
+        got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler + 0.5}, objective, step=7)
+    assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
+    got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01}, train={"minibatches_per_batch": minibatches})
+    told = got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler}, objective, step=7)
+    assert told["weights/logprob_gap_mean"] == pytest.approx(0.005 + 0.05 / len(old), rel=1e-3)
+    assert told["weights/logprob_gap_p999"] == pytest.approx(0.055, rel=1e-3)
 
 
 def test_zero_advantages_give_zero_finite_gradients(tiny_model: str, world: World) -> None:
@@ -179,9 +193,59 @@ def test_zero_advantages_give_zero_finite_gradients(tiny_model: str, world: Worl
     before = [p.detach().clone() for p in got.policy.module.parameters()]
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    metrics = got.update(samples, {"old_logprobs": old}, objective, order_seed="0")
+    metrics = got.update(samples, {"old_logprobs": old}, objective, step=0)
     assert metrics["policy/grad_norm"] == 0.0 and metrics["policy/loss"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
+
+
+def test_fully_masked_microbatch_has_a_graph_and_no_gradient(tiny_model: str, world: World) -> None:
+    """What keeps a rank in step with the others: a zero loss, zero finite gradients, metrics of nothing."""
+    got = trainer(tiny_model, world)
+    samples = gradients.batch()
+    (micro,) = microbatches(samples, range(len(samples)), 1000, world)
+    masked = dataclasses.replace(micro, counts=False)
+    ones = torch.ones(len(micro.rows))
+    row = {"old_logprobs": -ones, "advantages": ones, "sampler_logprobs": -ones}
+    objective = experience.objective(got.config, experience.rollout(samples, -ones, None, None, None), 0.0, world)
+    averages = Averages(world)
+    loss, _ = got._policy_backward(masked, 0 * ones, row, objective, averages)
+    assert loss == 0.0 and all(value == 0.0 for value in averages.means().values())
+    assert all(float(p.grad.abs().max()) == 0.0 for p in got.policy.module.parameters())
+
+
+def test_matrices_that_a_sampler_fuses_are_neighbours(tmp_path: Path, world: World) -> None:
+    """In ZeRO's buffer, biases or not: q, k, v and gate, up; what the zero-copy hand-over rests on."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 15}
+    model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **shape))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_()
+    model.save_pretrained(tmp_path)
+    got = trainer(str(tmp_path), world, model={"dtype": "bfloat16"}, train={"zero_stage": 2})
+    parameters = dict(got.policy.module.named_parameters())
+    for name, expected in model.named_parameters():
+        assert torch.equal(parameters[f"model.{name}"], expected.to(torch.bfloat16)), name
+    for first, second in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        pairs = [(parameters[n], parameters[n.replace(first, second)]) for n in parameters if f"{first}.weight" in n]
+        assert len(pairs) == 2
+        assert all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_model_is_held_once_in_its_own_numbers(tiny_model: str, world: World, stage: int) -> None:
+    """No fp32 copy of a frozen 16-bit model, and RoPE's frequencies stay fp32 whatever the weights are."""
+    config = Config.model_validate({"algo": "rloo", "train": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}})
+    engine = zero.prepare_deepspeed(models.load_policy(tiny_model, dtype=torch.bfloat16), config)
+    held = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in held)
+    assert not getattr(engine.optimizer, "fp32_partitioned_groups_flat", None) and engine.basic_optimizer is None
+    buffers = dict(engine.module.named_buffers())
+    assert buffers and all(b.dtype == torch.float32 for name, b in buffers.items() if "inv_freq" in name)
+    got = trainer(tiny_model, world, train={"zero_stage": stage}, model={"dtype": "bfloat16"})
+    samples = gradients.batch()
+    assert torch.equal(got.logprobs(engine, samples), got.logprobs(got.policy, samples)), "the same forward pass"
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -> None:
@@ -195,7 +259,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
             assert got.policy.module.model.is_gradient_checkpointing
         old = got.logprobs(got.policy, samples)
         objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-        norms.append(got.update(samples, {"old_logprobs": old}, objective, order_seed="0")["policy/grad_norm"])
+        norms.append(got.update(samples, {"old_logprobs": old}, objective, step=0)["policy/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 

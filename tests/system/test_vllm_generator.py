@@ -1,5 +1,6 @@
 """The vLLM sampler against transformers: tokens, log-probabilities, hand-over, and the process it lives in."""
 
+import copy
 import gc
 import os
 import random
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +26,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import engine
+from engine.colocation import Colocation, HandOverError
 from engine.distributed import joined
 from engine.generation.base import Request, Response, Sampling, WrongStateError
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
+from engine.memory import MemoryPlan
 
-VOCABULARY, MAX_LEN = 48, 160
+VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26
 GREEDY = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=())
 WARM = Sampling(max_tokens=12, temperature=0.8, stop_token_ids=())
 PROMPTS = [[1, 5, 9], [1, 7], [1, *range(3, 43)], [1, *range(40, 2, -1), 4, 4, *range(3, 43)]]
@@ -65,8 +68,7 @@ def build(model_path: str | Path) -> VLLMGenerator:
         max_model_len=MAX_LEN,
         max_num_seqs=64,
         seed=0,
-        cpu_kv_cache_gib=0.0625,
-        gpu_memory_utilization=0.3,
+        kv_cache_bytes=KV_CACHE,
     )
 
 
@@ -335,6 +337,32 @@ def test_a_hand_over_that_breaks_off_can_be_repeated(sampler: VLLMGenerator, mod
     assert_greedy(other, PROMPTS[0], sampler.generate(requests(PROMPTS), GREEDY)[0])
 
 
+@pytest.mark.parametrize("corrupt", [None, "model.layers.1.mlp.down_proj.weight"])
+def test_proof_of_the_turn_notices_one_wrong_tensor(
+    sampler: VLLMGenerator, model: LlamaForCausalLM, corrupt: str | None
+) -> None:
+    """The tensor loaded for it has the right shape and the wrong numbers."""
+    hand_over(sampler, model)
+    trained = copy.deepcopy(model)
+    if corrupt:
+        trained.get_parameter(corrupt).neg_()
+    with nullcontext() if corrupt is None else pytest.raises(HandOverError, match="became"):
+        Colocation(
+            SimpleNamespace(max=float),
+            MemoryPlan("kv", False, False, KV_CACHE),
+            lambda: pytest.fail("nothing is shared"),
+            PROMPTS,
+            tokens=16,
+            build_generator=lambda plan, shared: sampler,
+            build_trainer=lambda: SimpleNamespace(policy=SimpleNamespace(module=SimpleNamespace(**named(trained)))),
+            say=print,
+        )
+
+
+def named(model: LlamaForCausalLM) -> dict[str, object]:
+    return {"named_parameters": lambda: ((f"model.{name}", value) for name, value in model.named_parameters())}
+
+
 def test_what_construction_needs(built: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "vllm", None)
@@ -347,8 +375,7 @@ def test_what_construction_needs(built: SimpleNamespace, tmp_path: Path, monkeyp
             max_model_len=8,
             max_num_seqs=1,
             seed=0,
-            cpu_kv_cache_gib=0.1,
-            gpu_memory_utilization=0.1,
+            kv_cache_bytes=KV_CACHE,
             tensor_parallel=2,
         )
     with monkeypatch.context() as patch:

@@ -53,7 +53,17 @@ BAD = {
     "adaptive KL from zero": (["--kl.coef", "0", "--kl.target", "6"], "kl.target"),
     "no policy steps": (["--ppo.value_warmup_steps", "500", "--train.steps", "500"], "ppo.value_warmup_steps"),
     "reward function": (["--reward.function", "nofunction"], "reward.function"),
-    "tensor parallel with hf": (["--generation.tensor_parallel", "2"], "generation.tensor_parallel"),
+    "tensor parallel with hf": (
+        ["--generation.tensor_parallel", "2", "--launch.ranks", "2"],
+        "generation.backend vllm",
+    ),
+    "tensor parallel over too few ranks": (
+        ["--generation.backend", "vllm", "--generation.tensor_parallel", "4", "--launch.ranks", "2"],
+        "generation.tensor_parallel (4) must divide the number of ranks (2)",
+    ),
+    "plan for no GPU": (["--memory.explain", "true", "--launch.device", "cpu"], "memory.gpu_gib"),
+    "sleep level": (["--memory.sleep", "3"], "memory.sleep"),
+    "old key": (["--generation.gpu_memory_fraction", "0.3"], "generation.gpu_memory_fraction"),
     "half precision on a CPU": (["--model.dtype", "float16", "--launch.device", "cpu"], "float16"),
     "kernels of another device": (["--train.kernel_backend", "triton", "--launch.device", "cpu"], "runs on cuda"),
     "name that leaves the folder": (["--name", "../up"], "name = '../up'"),
@@ -87,6 +97,7 @@ def test_bad_configurations_are_one_named_line(arguments: list[str], needle: str
         ("rollout: {missing_eos_penalty: yes}", "rollout.missing_eos_penalty"),
         ("- a list", "must be a mapping"),
         ("train: {steps: 3", "not YAML"),
+        ("memory: {offload: 1}", "memory.offload = 1"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, needle: str) -> None:
@@ -110,6 +121,20 @@ def test_file_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import os
 
     assert os.environ["TANDEM_TEST_ENV"] == "3"
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_yaml_s_own_switches(tmp_path: Path, switch: str) -> None:
+    """YAML reads a bare on or off as a truth value."""
+    (tmp_path / "run.yaml").write_text(f"data: {{task: addition}}\nmemory: {{offload: {switch}}}\n")
+    config, _ = cli.parse(["--config", str(tmp_path / "run.yaml")])
+    assert config.memory.offload == switch
+    assert cli.validate(yaml.safe_load(cli.dump_yaml(config))) == config
+
+
+def test_a_tensor_parallel_group_is_allowed() -> None:
+    config, _ = cli.parse([*QUICK, "--generation.backend", "vllm", "--generation.tensor_parallel", "2"])
+    config.check(4, "cuda")
 
 
 def test_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:

@@ -1,9 +1,17 @@
 """The sampler's life cycle: a call in the wrong state raises, naming the call and the state."""
 
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 
 from engine import rollout
 from engine.config import ConfigError
+from engine.generation import vllm_compat
 from engine.generation.base import Generator, Request, Response, Sampling, WrongStateError
 from engine.tasks import addition
 
@@ -102,3 +110,55 @@ def test_stop_tokens() -> None:
     assert rollout.stop_token_ids(tokenizer, ["="]) == (tokenizer.eos_token_id, 14)
     with pytest.raises(ConfigError, match="'1='"):
         rollout.stop_token_ids(tokenizer, ["1="])
+
+
+class Allocator:
+    """vLLM's, with 300 bytes of weights awake, and 500 and 200 bytes of KV cache asleep."""
+
+    pieces: ClassVar = ((300, "weights", False), (500, "kv_cache", True), (200, "kv_cache", True))
+    pointer_to_data: ClassVar = {
+        place: SimpleNamespace(handle=(0, size, place, 0), tag=tag, is_asleep=asleep)
+        for place, (size, tag, asleep) in enumerate(pieces)
+    }
+
+    @classmethod
+    def get_instance(cls) -> type[Allocator]:
+        return cls
+
+
+@pytest.mark.parametrize("free", [699, 700])
+def test_waking_up_without_room_takes_nothing_and_says_the_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=Allocator))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free, 1000))
+    woken: list[str] = []
+    llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
+    if free < 700:
+        with pytest.raises(RuntimeError, match="kv cache needs 700 bytes, 699 are free"):
+            vllm_compat.wake_up(llm, "kv_cache")
+        assert not woken
+    else:
+        vllm_compat.wake_up(llm, "kv_cache")
+        assert woken == ["kv_cache"]
+
+
+@pytest.mark.parametrize("stay, pools", [(True, ["kv_cache"]), (False, ["weights", "kv_cache"])])
+def test_weights_that_stay_awake_are_kept_out_of_the_sleeping_pool(
+    monkeypatch: pytest.MonkeyPatch, stay: bool, pools: list[str]
+) -> None:
+    used: list[str] = []
+
+    class Worker:
+        def _maybe_get_memory_pool_context(self, tag: str) -> nullcontext:
+            used.append(tag)
+            return nullcontext()
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    monkeypatch.setattr(vllm_compat, "on_cpu", lambda: False)
+    with vllm_compat.weights_stay_awake(stay):
+        for tag in ("weights", "kv_cache"):
+            with Worker()._maybe_get_memory_pool_context(tag):
+                pass
+    assert used == pools
+    Worker()._maybe_get_memory_pool_context("weights")
+    assert used[-1] == "weights", "other engines are as ever"

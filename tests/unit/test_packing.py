@@ -7,7 +7,7 @@ import torch
 
 from engine.distributed import World
 from engine.sample import Sample
-from engine.training import packing
+from engine.training import attention, packing
 from engine.training.trainer import TokenStore
 
 
@@ -77,6 +77,22 @@ def test_ranks_make_equally_many_passes() -> None:
     own = packing.microbatches(batch, range(20), 60, world())
     padded = packing.microbatches(batch, range(20), 60, world(others=len(own) + 2))
     assert [m.counts for m in padded] == [True] * len(own) + [False] * 2
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_variable_length_kernel_is_asked_for_what_the_model_wants(window: int | None) -> None:
+    """The arguments as PyTorch's autograd keeps them; tests/gpu compares the numbers."""
+    packed = packing.Layout(torch.tensor([0, 12, 20], dtype=torch.int32, device="meta"), 12, torch.arange(20))
+    q, k, v = (torch.empty(20, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    out = attention._varlen(q.requires_grad_(), k.requires_grad_(), v, packed, 0.3, window)
+    saved = out.grad_fn
+    assert out.shape == (20, 4, 64)
+    assert (saved._saved_scale, saved._saved_dropout_p, saved._saved_max_q) == (0.3, 0.0, 12)
+    left = -1 if window is None else 15  # a window counts the token itself
+    assert (saved._saved_window_size_left % 2**64, saved._saved_window_size_right) == (left % 2**64, 0)
+    assert saved._saved_is_causal == (window is None)
+    out.sum().backward()
+    assert k.grad.shape == k.shape, "grouped heads are not spread out"
 
 
 def test_token_store_puts_rows_back() -> None:

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 TILE_ROWS = ROWS.value * GROUPS.value
 DEPTH = BK.value
 SCAN_COLUMNS = 256
-# Fastest on an H100 (STAGES of the ring, BAND of tile rows, LAG of the second warpgroup, BUFFERS an output waits in).
+# Fastest on an H100: depth BK of a step, STAGES of the ring, BAND of tile rows, LAG of the second warpgroup, BUFFERS an
+# output waits in.
 SCAN = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
 SHORT_SCAN = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
-"""For a hidden size up to SHORT_WIDTH: a deeper ring covers more of a tile's epilogue."""
+SCAN_ONLY = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
+SHORT_SCAN_ONLY = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
+"""ONLY: E is not kept. SHORT: for a hidden size up to SHORT_WIDTH, where an epilogue is a larger part of a tile."""
+DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
+DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
 SHORT_WIDTH = 1024
 NARROW = {256: 1.0, 192: 1.05, 128: 1.2}
 """What a product costs in tiles of so many columns."""
-DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
-DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
 
 
 @cache
@@ -61,6 +64,13 @@ def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """The copy engine's view of a bf16 or fp32 matrix in boxes of rows × columns."""
     dtype = gl.float32 if matrix.dtype == torch.float32 else gl.bfloat16
     return TensorDescriptor.from_tensor(matrix, [rows, columns], swizzled(rows, columns, dtype))
+
+
+def scan_ring(width: int, keeps: bool) -> dict[str, int]:
+    """The scan's ring for a hidden size, with E kept or not."""
+    if width <= SHORT_WIDTH:
+        return SHORT_SCAN if keeps else SHORT_SCAN_ONLY
+    return SCAN if keeps else SCAN_ONLY
 
 
 def output_columns(width: int) -> int:
@@ -122,7 +132,7 @@ class HopperProducts(Products):
         head, hidden, count = self.problem.head, scanner.hidden, len(scanner.hidden)
         if not copies_in_bulk(hidden):
             hidden = hidden.clone(memory_format=torch.contiguous_format)
-        columns, ring = SCAN_COLUMNS // 2, SHORT_SCAN if self.width <= SHORT_WIDTH else SCAN
+        columns, ring = SCAN_COLUMNS // 2, scan_ring(self.width, scanner.keeps)
         # Where the copy engine writes nothing, any matrix of its dtype will do.
         store = "" if not scanner.keeps else "fp32" if self.reshapes else "bf16"
         e = self.e[:count, : self.vocabulary] if store == "bf16" else head.weight

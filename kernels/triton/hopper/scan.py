@@ -110,7 +110,9 @@ def anchored_scan(
     STORE: E goes nowhere (""), to ``e_desc`` ("bf16") or to ``e_ptr`` ("fp32").
     """
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BK], x_desc.layout)
-    e = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * BUFFERS, ROWS, BN // 2], e_desc.layout)
+    e = x  # not used, unless
+    if STORE == "bf16":
+        e = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * BUFFERS, ROWS, BN // 2], e_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     lead = make_barriers(1, 1)
     fence_async_shared()

@@ -1,0 +1,125 @@
+"""Sampler and trainer on one set of devices: built in the order, and taking turns, as the memory plan says.
+
+    generate -> rest, take_back -> train -> make_room, hand_over -> generate
+
+Before the first step the whole turn is proved: the sampler sleeps, takes the weights it had, and must give the same
+greedy tokens as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine import weights
+from engine.distributed import World
+from engine.generation.base import Generator, Request, Sampling
+from engine.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from engine.generation.shared_weights import SharedWeights
+    from engine.memory import MemoryPlan
+
+    BuildGenerator = Callable[[MemoryPlan, SharedWeights | None], Generator]
+
+
+class HandOverError(RuntimeError):
+    """The sampler gives other tokens after a turn, though it took the same weights."""
+
+
+class Colocation:
+    """Both, and their turns. Every method is collective; afterwards the sampler is ready.
+
+    Args:
+        plan: who makes room for whom.
+        copying_plan: makes the plan for weights that cannot be shared though ``plan`` says so.
+        prompts: token ids that the turn is proved with.
+        tokens: greedy tokens to each of them.
+        build_generator: makes the sampler, with the policy's first weights; or with those it is to share.
+        build_trainer: makes the trainer, with the same weights.
+        say: tells the person something.
+
+    Raises:
+        HandOverError: the proof fails.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: MemoryPlan,
+        copying_plan: Callable[[], MemoryPlan],
+        prompts: Sequence[list[int]],
+        *,
+        tokens: int,
+        build_generator: BuildGenerator,
+        build_trainer: Callable[[], Trainer],
+        say: Callable[[str], None],
+    ) -> None:
+        self.plan, self._world, self._say, self._build_generator = plan, world, say, build_generator
+        self._probe = [Request(prompt, 0) for prompt in prompts], Sampling(tokens, 0.0, ())
+        if plan.zero_copy:
+            self.trainer = build_trainer()
+            shared = self._shared_weights(copying_plan)
+            self.make_room()
+            self.generator = build_generator(self.plan, shared)
+            before = self._greedy()
+        else:  # the sampler makes room for the trainer's construction too
+            self.generator = build_generator(plan, None)
+            before = self._greedy()
+            self.generator.sleep()
+            self.trainer = build_trainer()
+        self._prove(before)
+
+    def _shared_weights(self, copying_plan: Callable[[], MemoryPlan]) -> SharedWeights | None:
+        from engine.generation.shared_weights import SharedWeights
+
+        shared = SharedWeights(self.trainer.policy)
+        if reason := shared.fits():
+            self.plan = copying_plan()
+            self._say(f"Trainer and sampler hold a copy of the weights each: {reason}\n{self.plan.table()}")
+            return None
+        return shared
+
+    def rest(self) -> None:
+        """The sampler gives up its memory."""
+        self.generator.sleep()
+
+    def take_back(self) -> None:
+        """The optimizer states come back, where the plan has them moved."""
+        if self.plan.offload:
+            self.trainer.reload()
+
+    def make_room(self) -> None:
+        """The optimizer states go to host memory, where the plan has them moved."""
+        if self.plan.offload:
+            self.trainer.offload()
+
+    def hand_over(self, version: int) -> None:
+        """The sampler gets the trainer's weights, after ``version`` updates, and its memory."""
+        self.generator.renew(weights.full_weights(self.trainer.policy), version)
+
+    def _greedy(self) -> list[list[int]]:
+        return [response.token_ids for response in self.generator.generate(*self._probe)]
+
+    def _prove(self, before: list[list[int]]) -> None:
+        self.make_room()
+        self.hand_over(0)
+        after = self._greedy()
+        if not self._world.max(after != before):
+            return
+        changed = [f"{old} became {new}" for old, new in zip(before, after, strict=True) if old != new]
+        where = changed[0] if changed else "on another rank"
+        if self.plan.sleep != "level2":
+            raise HandOverError(
+                f"the sampler's greedy tokens changed over a sleep ({self.plan.sleep}) and a hand-over of the same "
+                f"weights: {where}: set generation.backend hf, or memory.zero_copy off if it is on"
+            )
+        self._say(
+            "The sampler's greedy tokens changed over a sleep of level 2 and a hand-over of the same weights: vLLM "
+            f"loses something of this model. It sleeps at level 1 instead, its weights in host memory ({where})"
+        )
+        self.plan = dataclasses.replace(self.plan, sleep="level1")
+        self.generator.close()
+        self.generator = self._build_generator(self.plan, None)
+        self._prove(before)

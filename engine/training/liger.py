@@ -1,0 +1,41 @@
+"""Liger's RMSNorm, SwiGLU and RoPE kernels in the backbone of one model, where the package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+from transformers import PreTrainedModel
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def patch(model: PreTrainedModel) -> bool:
+    """Changes a model on a GPU in place; its parameters stay the same. True if it was changed.
+
+    Only this model changes: Liger's own functions also replace classes and functions in the model's Python module,
+    which every other model of the kind (transformers' sampler, say) would then use; those are put back.
+    """
+    if model.config.model_type not in ARCHITECTURES or importlib.util.find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance, liger_rotary_pos_emb
+
+    namespace = vars(sys.modules[type(model).__module__])
+    before = dict(namespace)
+    _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    namespace.update(before)
+    for module in model.modules():
+        # RoPE is a function that attention finds among its module's globals: this model's attention gets its own.
+        forward = type(module).forward
+        if isinstance(forward, types.FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names:
+            own = types.FunctionType(
+                forward.__code__,
+                {**forward.__globals__, "apply_rotary_pos_emb": liger_rotary_pos_emb},
+                forward.__name__,
+                forward.__defaults__,
+                forward.__closure__,
+            )
+            own.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = types.MethodType(own, module)
+    return True

@@ -1,0 +1,173 @@
+"""Sampler and trainer on the same GPUs: real sleep, real hand-overs, memory that comes back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import distributed, weights
+from engine.device_memory import in_use
+from engine.distributed import World
+from engine.generation.base import WrongStateError
+from engine.memory import MemoryPlan
+from tests.gpu import turns
+from tests.gpu.test_ranks_on_gpu import HELD, used
+from tests.system.helpers import ROOT, run_engine, run_ranks, steps
+from tests.system.test_signals import until
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights of a Qwen2 of 0.14 B parameters (tied head, biases) with a word tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=50048,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with distributed.joined("cuda", 5) as alone:
+        yield alone
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sleep", ["none", "kv", "level1", "level2"])
+def test_twenty_cycles_and_a_large_step(model: str, world: World, sleep: str, shared: bool) -> None:
+    """Equal tokens, level memory, agreement afterwards; and closing gives the memory back."""
+    if shared and sleep.startswith("level"):
+        pytest.skip("shared weights never sleep")
+    plan = MemoryPlan(sleep, sleep == "level2", shared, turns.KV_BYTES)  # type: ignore[arg-type]
+    both = turns.colocation(model, plan, world, 2, 1)
+    assert both.plan == plan, "no fall-back"
+    turns.cycles(both, 20, world)
+    if sleep == "level2":
+        without_weights_it_cannot_be_ready(both)
+    if sleep == "kv":
+        too_little_memory_to_wake_up_is_said(both, world)
+    turns.learns(both, world)
+    weights_bytes = 0 if shared else sum(p.nbytes for p in both.trainer.policy.module.parameters())
+    held = in_use(world.device)
+    both.generator.close()
+    assert held - in_use(world.device) >= 0.95 * (turns.KV_BYTES + weights_bytes)
+    del both
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def without_weights_it_cannot_be_ready(both) -> None:
+    both.generator.sleep()
+    both.generator.wake()
+    with pytest.raises(WrongStateError, match="without its weights"):
+        both.generator.start()
+    with pytest.raises(WrongStateError, match="generate"):
+        both._greedy()
+    both.generator.load_weights(weights.full_weights(both.trainer.policy), 0)
+    both.generator.start()
+
+
+def too_little_memory_to_wake_up_is_said(both, world: World) -> None:
+    """The numbers are said, nothing leaks, and it works once there is room."""
+    both.generator.sleep()
+    asleep = in_use(world.device)
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - turns.KV_BYTES // 2, dtype=torch.uint8, device=world.device)
+    both.generator.wake()
+    both.generator.load_weights(weights.full_weights(both.trainer.policy), 0)
+    with pytest.raises(RuntimeError, match=r"kv cache needs [\d,]+ bytes, [\d,]+ are free"):
+        both.generator.start()
+    del hog
+    torch.cuda.empty_cache()
+    assert in_use(world.device) <= 1.01 * asleep
+    both.generator.start()
+
+
+@pytest.mark.parametrize("stage, tensor_parallel, sleep", [(2, 1, "level2"), (3, 1, "kv"), (3, 2, "level2")])
+def test_two_gpus(model: str, stage: int, tensor_parallel: int, sleep: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    print(run_ranks(2, turns.__file__, model, str(stage), str(tensor_parallel), sleep, timeout=400))
+
+
+def arguments(model: str, folder: Path, more: str) -> str:
+    rows = [{"prompt": " ".join(f"w{3 + (7 * i + j) % 1900}" for j in range(24))} for i in range(64)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "odd.py").write_text(
+        "def odd(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
+    )
+    return (
+        f"--algo ppo --model.path {model} --model.dtype bfloat16 --data.path {folder}/prompts.jsonl "
+        f"--reward.function {folder}/odd.py:odd --generation.backend vllm --rollout.prompts_per_step 16 "
+        "--rollout.samples_per_prompt 4 --rollout.max_prompt_tokens 64 --rollout.max_response_tokens 128 "
+        f"--launch.ranks 1 --output_dir {folder} --name r {more}"
+    )
+
+
+@pytest.mark.parametrize(
+    "more", ["--memory.sleep level2 --memory.offload on --memory.zero_copy off", "--memory.sleep kv"]
+)
+def test_runs_that_sleep(model: str, tmp_path: Path, more: str) -> None:
+    result = run_engine(arguments(model, tmp_path, f"--train.zero_stage 2 --train.steps 4 {more}"), threads=None)
+    assert "decision" in result.stdout
+    rows = steps(tmp_path / "r")
+    print(json.dumps(rows[-1]))
+    assert len(rows) == 4 and all(row["weights/logprob_gap_mean"] < 0.02 for row in rows)
+    assert all(row["memory/asleep_gib"] < row["memory/generate_gib"] for row in rows)
+    assert abs(rows[-1]["memory/asleep_growth"]) < 0.01
+    assert {"memory/plan_error_generate", "memory/plan_error_train", "time/sleep"} <= rows[-1].keys()
+
+
+def test_kill_9_frees_the_gpu(model: str, tmp_path: Path) -> None:
+    """While an engine sleeps and wakes."""
+    before = used()
+    command = arguments(model, tmp_path, "--train.steps 100000 --memory.sleep level2 --memory.zero_copy off")
+    with (tmp_path / "output").open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "engine.run", *shlex.split(command)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    try:
+        assert until(lambda: run.poll() is not None or (metrics.exists() and steps(tmp_path / "r")), 240)
+        assert run.poll() is None, (tmp_path / "output").read_text()
+        assert any(now > free + HELD for now, free in zip(used(), before, strict=True))
+        os.kill(run.pid, signal.SIGKILL)
+        assert until(lambda: all(now <= free + HELD for now, free in zip(used(), before, strict=True)), 10), used()
+    finally:
+        run.kill()
+        run.wait()

@@ -1,0 +1,98 @@
+"""How many ranks there are, what they find in the environment, and what of it is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine import cli, launch
+from engine.config import Config, ConfigError
+
+QUICK = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+RANK = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No launcher's variables, and four GPUs by name."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    return monkeypatch
+
+
+def configured(*arguments: str) -> Config:
+    return cli.parse(["--config", QUICK, *arguments])[0]
+
+
+def test_one_rank_a_gpu(environment: pytest.MonkeyPatch) -> None:
+    assert launch.world_size(configured()) == 4
+    assert launch.world_size(configured("--launch.ranks", "2")) == 2
+    assert launch.world_size(configured("--launch.device", "cpu")) == 1
+    with pytest.raises(ConfigError, match=r"launch\.ranks is 5, but 4 GPU"):
+        launch.world_size(configured("--launch.ranks", "5"))
+    environment.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.world_size(configured()) == 1
+    assert launch.device_type(configured("--memory.explain", "true", "--memory.gpu_gib", "80")) == "cuda"
+
+
+def test_a_launcher_s_ranks_are_joined_on_any_node(environment: pytest.MonkeyPatch) -> None:
+    for name, value in RANK.items():
+        environment.setenv(name, value)
+    assert launch.world_size(configured()) == 16
+    assert launch.world_size(configured("--local_rank=1")) == 16  # as DeepSpeed's launcher calls its ranks
+    environment.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but 1 GPU"):
+        launch.world_size(configured())
+    assert launch.world_size(configured("--launch.device", "cpu")) == 16
+    environment.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is ''"):
+        launch.world_size(configured())
+    with pytest.raises(ConfigError, match="local_rank"):
+        configured("--local_rank=1")
+
+
+@pytest.mark.parametrize(
+    "listed,plain",
+    [
+        ("9.0a", "9.0"),
+        ("9.0a+PTX", "9.0+PTX"),
+        ("8.0;8.6 9.0a 10.0f+PTX", "8.0;8.6;9.0;10.0+PTX"),
+        ("9.0;9.0a", "9.0"),
+        ("12.0", "12.0"),
+        ("Hopper", None),
+        ("Ampere;9.0a", "9.0"),
+    ],
+)
+def test_architectures_that_deepspeed_reads(environment: pytest.MonkeyPatch, listed: str, plain: str | None) -> None:
+    environment.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    environment.setenv("DS_ACCELERATOR", "cpu")
+    launch.tidy_environment("cuda")
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == plain
+    assert os.environ["DS_ACCELERATOR"] == "cpu", "the user's own choice"
+
+
+def test_deepspeed_s_builder_reads_the_tidied_list(environment: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import builder
+
+    class Operator(builder.CUDAOpBuilder):
+        def absolute_name(self) -> str:
+            return "operator"
+
+        def sources(self) -> list[str]:
+            return []
+
+        def is_compatible(self, verbose: bool = False) -> bool:
+            return True
+
+    operator = Operator("operator")
+    operator.jit_mode = True
+    environment.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a+PTX")
+    with pytest.raises(ValueError):
+        operator.compute_capability_args()
+    environment.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a+PTX")
+    launch.tidy_environment("cpu")
+    operator.compute_capability_args()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"

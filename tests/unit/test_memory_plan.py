@@ -1,0 +1,335 @@
+"""The memory plan: counts, bytes and decisions that can be checked by hand, and errors that say what to change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine import memory, model_shape
+from engine.config import Config, ConfigError
+from engine.footprint import GIB
+from engine.memory import MemoryPlan, Phase
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN2_1B5 = {
+    "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+    "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+N = 1_543_714_304
+"""Parameters of that shape."""
+H100 = int(79.1 * GIB)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen")
+    (folder / "config.json").write_text(json.dumps(QWEN2_1B5))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def plain_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def configured(path: str, **changes: Any) -> Config:
+    """PPO, 256 episodes of up to 1024 tokens a step, vLLM, ZeRO-2 in bfloat16; ``section__key=value`` changes it."""
+    tree: dict[str, Any] = {
+        "algo": "ppo",
+        "data": {"path": "prompts.jsonl"},
+        "reward": {"function": "math:sqrt"},
+        "model": {"path": path, "dtype": "bfloat16"},
+        "generation": {"backend": "vllm"},
+        "rollout": {"max_prompt_tokens": 512, "max_response_tokens": 512},
+        "train": {"zero_stage": 2},
+    }
+    for key, value in changes.items():
+        section, _, leaf = key.partition("__")
+        if leaf:
+            tree.setdefault(section, {})[leaf] = value
+        else:
+            tree[key] = value
+    return Config.model_validate(tree)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["tied", "tied but stored", "own"])
+def test_parameters_are_counted_in_the_headers(tmp_path: Path, head: str) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 12, "vocab_size": 10, "tie_word_embeddings": head != "own",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embedding = np.zeros((10, 8), np.float16)
+    save_file({"model.embed_tokens.weight": embedding, "odd": np.zeros((3, 5), np.float32)}, tmp_path / "a.safetensors")
+    rest = {"model.norm.weight": np.zeros(8, np.float32)}
+    save_file(rest if head == "tied" else rest | {"lm_head.weight": embedding}, tmp_path / "b.safetensors")
+    shape = model_shape.read("model.path", str(tmp_path))
+    assert shape.tied == (head != "own")
+    assert shape.policy == 80 + 15 + 8 + (80 if head == "own" else 0)
+    assert shape.value == 80 + 15 + 8 + 8
+    assert (shape.kv_heads, shape.head_dim) == (2, 4)
+
+
+def test_parameters_without_files_follow_from_the_configuration(qwen: str) -> None:
+    assert model_shape.read("model.path", qwen).policy == N
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no model folder"):
+        model_shape.read("model.path", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"n_embd": 8}')
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no num_attention_heads"):
+        model_shape.read("model.path", str(tmp_path))
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ranks,stage,weights,states,sequences",
+    [
+        (1, 0, 2 * N, 12 * N, 256),
+        (1, 2, 2 * N, 12 * N, 256),
+        (2, 2, 2 * N, 6 * N, 128),
+        (1, 3, 2 * N, 12 * N, 256),
+        (2, 3, N, 6 * N, 128),
+    ],
+)
+def test_bytes_of_a_known_shape(qwen: str, ranks: int, stage: int, weights: int, states: int, sequences: int) -> None:
+    plan = memory.plan(configured(qwen, train__zero_stage=stage, memory__zero_copy="off"), ranks, H100)
+    train, generate = plan.phases["train"].parts, plan.phases["generate"].parts
+    assert train["policy weights"] == generate["policy weights"] == weights
+    assert train["policy fp32 and AdamW"] == generate["policy fp32 and AdamW"] == states
+    head = 1536 if stage < 3 else 1536 // ranks
+    assert train["value weights"] == weights + 2 * head
+    assert train["reference weights"] == weights
+    assert generate["vLLM weights"] == 2 * N
+    assert plan.kv_cache_bytes == (sequences * 64 + 1) * 16 * (2 * 28 * 2 * 128 * 2)
+    assert generate["KV cache"] == plan.kv_cache_bytes == plan.wanted_kv_bytes
+    if stage == 3:
+        assert train["ZeRO-3 buffers"] == 2 * (weights + 50_000_000 * 2) + 2 * head
+    # A layer: two norms' inputs and outputs, q, k, v, attention's output, gate, up, product; statistics in fp32.
+    layer = 2 * (4 * 1536 + 2 * 1536 + 2 * 256 + 3 * 8960) + 4 * 12 + 8
+    final = 2 * 2 * 1536
+    backward = 2 * (8960 + 3 * 1536) if stage == 2 else 0  # elsewhere the loss head comes to more than gradients
+    assert train["activations"] == 8192 * (28 * layer + final + backward)
+    assert ("NCCL" in train) == (ranks == 2)
+
+
+def test_checkpointing_and_small_minibatches_need_less(qwen: str) -> None:
+    def activations(**changes: Any) -> int:
+        return memory.plan(configured(qwen, **changes), 1, 4 * H100).phases["train"].parts.get("activations", 0)
+
+    full = activations()
+    assert activations(train__tokens_per_microbatch=4096) < full
+    assert activations(rollout__prompts_per_step=1, rollout__samples_per_prompt=1) <= full / 8 + 1
+    assert activations(model__gradient_checkpointing=True, train__tokens_per_microbatch=65536) < 2 * full
+
+
+def test_without_a_reference_and_a_value_model(qwen: str) -> None:
+    parts = memory.plan(configured(qwen, algo="rloo", kl__coef=0.0), 1, H100).phases["train"].parts
+    assert not any("reference" in name or "value" in name for name in parts)
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+LONG = {
+    "rollout__max_response_tokens": 4096,
+    "train__tokens_per_microbatch": 8192,
+    "model__gradient_checkpointing": True,
+}
+
+
+@pytest.mark.parametrize(
+    "gib,changes,expected",
+    [
+        (79.1, {}, (True, "kv", False)),
+        (95, {}, (True, "none", False)),
+        (95, {"memory__zero_copy": "off"}, (False, "none", False)),
+        (79.1, {"memory__zero_copy": "off"}, (False, "kv", False)),
+        (77, {"memory__zero_copy": "off"}, (False, "level2", False)),
+        (73, LONG | {"memory__zero_copy": "off"}, (False, "kv", False)),
+        (66, LONG | {"memory__zero_copy": "off"}, (False, "level2", False)),
+        (64, LONG | {"memory__zero_copy": "off"}, (False, "level2", True)),
+        (79.1, {"memory__sleep": "level2"}, (False, "level2", False)),
+        (95, {"memory__sleep": "level1"}, (False, "level1", False)),
+        (95, {"memory__sleep": "kv", "memory__offload": "on"}, (True, "kv", True)),
+        (95, {"generation__backend": "hf"}, (False, "none", False)),
+    ],
+)  # fmt: skip
+def test_the_cheapest_arrangement_that_fits_is_taken(qwen: str, gib: float, changes: dict, expected: tuple) -> None:
+    plan = memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+    assert (plan.zero_copy, plan.sleep, plan.offload) == expected, plan.table()
+    assert all(phase.total <= 0.95 * gib * GIB for phase in plan.phases.values())
+    train = plan.phases["train"].parts
+    asleep = plan.sleep != "none" or changes.get("generation__backend") == "hf"
+    assert ("KV cache" in train) == (not asleep)
+    assert train.get("vLLM weights", 0) == (
+        2 * N if not plan.zero_copy and plan.sleep in ("none", "kv") and not changes.get("generation__backend") else 0
+    )
+    generate = plan.phases["generate"].parts
+    assert ("policy fp32 and AdamW" in generate) != plan.offload
+    host = (24 * N + 12 * 1536 if plan.offload else 0) + (2 * N if plan.sleep == "level1" else 0)
+    assert plan.host_bytes == host
+
+
+@pytest.mark.parametrize(
+    "changes,ranks,allowed",
+    [
+        ({}, 2, True),
+        ({"train__zero_stage": 0}, 1, True),
+        ({"train__zero_stage": 3}, 2, False),
+        ({"generation__tensor_parallel": 2}, 2, False),
+        ({"model__dtype": "float16"}, 1, False),
+        ({"memory__zero_copy": "off"}, 1, False),
+        ({"memory__sleep": "level1"}, 1, False),
+        ({"generation__backend": "hf"}, 1, False),
+    ],
+)  # fmt: skip
+def test_when_one_storage_holds_the_weights(qwen: str, changes: dict, ranks: int, allowed: bool) -> None:
+    plan = memory.plan(configured(qwen, **changes), ranks, 2 * H100)
+    assert plan.zero_copy == allowed
+    assert ("vLLM weights" not in plan.phases["generate"].parts) == (allowed or "generation__backend" in changes)
+
+
+def test_a_tensor_parallel_group_shares_weights_and_cache(qwen: str) -> None:
+    whole, half = (
+        memory.plan(configured(qwen, generation__tensor_parallel=n, memory__zero_copy="off"), 2, H100) for n in (1, 2)
+    )
+    assert half.phases["generate"].parts["vLLM weights"] == N
+    # Twice the sequences an engine, half the heads a rank, and one empty block.
+    assert half.wanted_kv_bytes == whole.wanted_kv_bytes - whole.wanted_kv_bytes // (128 * 64 + 1) // 2
+    with pytest.raises(ConfigError, match=r"generation\.tensor_parallel \(8\) must divide the model's 12"):
+        memory.plan(configured(qwen, generation__tensor_parallel=8), 8, H100)
+
+
+def test_a_given_cache_is_kept_to(qwen: str) -> None:
+    plan = memory.plan(configured(qwen, memory__kv_cache_gib=2.0), 1, H100)
+    assert 2 * GIB - 16 * 28672 < plan.kv_cache_bytes <= 2 * GIB
+
+
+def test_without_a_gpu_nothing_is_predicted(qwen: str) -> None:
+    plan = memory.plan(configured("/nowhere"), 2, 0)
+    assert (plan.sleep, plan.offload, plan.zero_copy, plan.kv_cache_bytes) == ("none", False, False, GIB)
+    assert plan.phases == {} and plan.errors({"train": 1}) == {} and "no GPU" in plan.table()
+    plan = memory.plan(configured("/nowhere", memory__kv_cache_gib=0.25, memory__offload="on"), 2, 0)
+    assert (plan.offload, plan.kv_cache_bytes) == (True, GIB // 4)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gib,changes,needles",
+    [
+        (40, {}, ["training needs", "more than the 38.00 GiB", "value fp32 and AdamW", "train.zero_stage"]),
+        (79.1, {"train__tokens_per_microbatch": 65536}, ["'activations'", "train.tokens_per_microbatch"]),
+        (79.1, {"memory__kv_cache_gib": 60.0, "memory__offload": "off"}, ["generating", "'KV cache'", "kv_cache_gib"]),
+    ],
+)  # fmt: skip
+def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, changes: dict, needles: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+    for needle in needles:
+        assert needle in str(error.value), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("sleep,refused", [("kv", True), ("level2", True), ("none", False)])
+def test_expandable_segments_beside_a_sleeping_engine(
+    qwen: str, monkeypatch: pytest.MonkeyPatch, variable: str, sleep: str, refused: bool
+) -> None:
+    config = configured(qwen, memory__sleep=sleep)
+    monkeypatch.setenv(variable, "max_split_size_mb:128,expandable_segments:False")
+    memory.plan(config, 1, 2 * H100)
+    monkeypatch.setenv(variable, "max_split_size_mb:128,expandable_segments:True")
+    if refused:
+        with pytest.raises(ConfigError, match=variable):
+            memory.plan(config, 1, 2 * H100)
+    else:
+        memory.plan(config, 1, 2 * H100)
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+def test_plan_errors_are_relative() -> None:
+    plan = MemoryPlan("kv", False, True, 5, {"generate": Phase({"a": 30, "b": 70}), "train": Phase({"a": 200})})
+    assert plan.errors({"generate": 110, "train": 190}) == pytest.approx(
+        {"memory/plan_error_generate": 0.1, "memory/plan_error_train": -0.05}
+    )
+    assert plan.errors({"train": 200}) == {"memory/plan_error_train": 0.0}
+
+
+def test_the_table_adds_up(qwen: str) -> None:
+    plan = memory.plan(configured(qwen, memory__zero_copy="off", memory__sleep="level1", memory__offload="on"), 1, H100)
+    lines = plan.table().splitlines()
+    assert lines[1].split() == ["generate", "train"]
+    rows = {line[:28].strip(): line[28:].split() for line in lines[2:-2]}
+    for column, phase in enumerate(("generate", "train")):
+        numbers = [float(row[column].replace("-", "0")) for name, row in rows.items() if name not in ("total", "free")]
+        assert sum(numbers) == pytest.approx(float(rows["total"][column]), abs=0.06)
+        assert float(rows["total"][column]) == pytest.approx(plan.phases[phase].total / GIB, abs=0.006)
+        assert float(rows["total"][column]) + float(rows["free"][column]) == pytest.approx(79.1, abs=0.02)
+    assert "level 1" in lines[-1] and "host memory" in lines[-1] and "100%" in lines[-1]
+    assert any("host memory of a rank: 37.38 GiB" in line for line in lines)
+
+
+def test_explain_prints_the_plan_alone(qwen: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("")
+    command = [sys.executable, "-m", "engine.run", "--memory.explain", "true", "--memory.gpu_gib", "80",
+               "--generation.backend", "vllm", "--data.path", str(tmp_path / "prompts.jsonl"), "--reward.function",
+               "math:sqrt", "--model.path", qwen, "--model.dtype", "bfloat16", "--launch.ranks", "2",
+               "--output_dir", str(tmp_path / "runs")]  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (
+        result.stdout.startswith("memory   GiB on each GPU of 80.00, predicted; 2 ranks")
+        and "decision: " in result.stdout
+    )
+    assert not (tmp_path / "runs").exists()
+    too_small = subprocess.run([*command, "--memory.gpu_gib", "8"], cwd=ROOT, capture_output=True, text=True)
+    assert too_small.returncode == 2 and too_small.stderr.startswith("error: the GPU is too small")
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi that answers for two GPUs and leaves its arguments in a file."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "81559, 600"\necho "40960, 512"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path / "asked"
+
+
+def test_gpu_memory_is_the_smallest_card_s(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("x")
+    assert memory.gpu_bytes(config) == (40960 - 512) * 2**20
+    assert "-i" not in driver.read_text()
+    assert memory.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
+    assert memory.gpu_bytes(configured("x", memory__gpu_gib=800.0)) == (40960 - 512) * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1")
+    memory.gpu_bytes(config)
+    assert driver.read_text().split()[-2:] == ["-i", "3,GPU-1"]
+
+
+def test_a_silent_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"set memory\.gpu_gib"):
+        memory.gpu_bytes(configured("x"))
+    assert memory.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
