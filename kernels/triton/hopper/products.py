@@ -28,7 +28,7 @@ SCAN_COLUMNS = 256
 SCAN = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
 SHORT_SCAN = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
 SCAN_ONLY = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
-SHORT_SCAN_ONLY = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
+SHORT_SCAN_ONLY = {"BK": 32, "STAGES": 9, "BAND": 16, "LAG": 5, "BUFFERS": 1}
 """ONLY: E is not kept. SHORT: for a hidden size up to SHORT_WIDTH, where an epilogue is a larger part of a tile."""
 DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
 DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
