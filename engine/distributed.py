@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,7 +79,10 @@ def joined(device_type: str, timeout_minutes: float) -> Iterator[World]:
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
-        if dist.is_initialized():
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed and deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()  # so that it does not take this group for the process's next one
+        elif dist.is_initialized():
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)

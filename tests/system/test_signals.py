@@ -18,6 +18,8 @@ from tests.system.test_runs import short
 
 ENDLESS = "--algo rloo --train.steps 100000 --eval.prompts 8 --rollout.max_response_tokens 4 "
 
+pytestmark = pytest.mark.alone
+
 
 def until(true: Callable[[], object], seconds: float) -> bool:
     """Waits for something to become true."""

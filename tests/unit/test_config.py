@@ -76,6 +76,7 @@ BAD = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments,needle", BAD.values(), ids=BAD.keys())
 def test_bad_configurations_are_one_named_line(arguments: list[str], needle: str) -> None:
     started = time.perf_counter()
