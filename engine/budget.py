@@ -22,6 +22,8 @@ USEFUL_KV_SHARE = 0.2
 """A KV cache of this share of a GPU is useful, even if not every sequence fits at a time."""
 SHARED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose weights trainer and sampler can share."""
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads a vocabulary to a multiple of this; a padded embedding is not the trainer's."""
 FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """``engine.training.liger.ARCHITECTURES``, without importing torch."""
 ADVICE = {
@@ -118,6 +120,7 @@ class Budget:
             and parallel == 1
             and config.model.dtype == "bfloat16"
             and policy.kind in SHARED_KINDS
+            and policy.vocabulary % VOCABULARY_MULTIPLE == 0
         )
         return cls(
             config=config,

@@ -190,7 +190,12 @@ def linear_kl_backward(
             difference -= difference.gather(1, top)
             dlogits = difference.sub_((p * difference).sum(1, keepdim=True)).mul_(p)
         else:
-            dlogits = log_p.exp_().sub_(log_q.exp_())
+            p, top = log_p.exp(), log_p.argmax(1, keepdim=True)
+            dlogits, chance = p - log_q.exp_(), p.gather(1, top)
+            # The row sums to 0: the likeliest token's is what the others' leave, as its own cancels where both p → 1.
+            held = dlogits.gather(1, top)
+            others = dlogits.scatter_(1, top, 0).sum(1, keepdim=True)
+            dlogits.scatter_(1, top, held * (1 - chance) - others * chance)
         dlogits *= dkl[rows, None]
         dlogits = through_shape(dlogits, logits, part, part.inverse_temperature[:, None])
         gradients.add(live + rows.start, dlogits.index_select(0, live))

@@ -102,6 +102,11 @@ def _loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "kernels: a loss has no second derivative: its gradient was made in the forward pass and has no graph, so "
+            "create_graph=True would lose part of it"
+        )
     gradients = collect_gradients(ctx.ticket, dloss, ctx.needs, *ctx.like)
     return *asked_for(as_needs(ctx.needs), gradients), *[None] * (ctx.inputs - 3)
 

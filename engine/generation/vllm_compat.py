@@ -45,6 +45,7 @@ _HARMLESS = (
     ("vllm.model_executor.models.utils", "Attempted to load weight"),  # fp32 ones into a bf16 model: they are cast
     ("vllm.renderers.base", "Chat template warmup failed"),  # there is no tokenizer, on purpose
     ("vllm.renderers.base", "Using None for EOS token id"),
+    ("vllm.utils.jit_monitor", "Triton kernel JIT compilation during inference"),  # the trainer's kernels, mostly
 )
 """Warnings that every run would show: the logger, and a part of the message."""
 
@@ -134,6 +135,8 @@ def keep_process_group() -> None:
 def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
     """Engine arguments that depend on the device. On the CPU, also turns off what costs a shared process dear."""
     if not on_cpu():
+        graphs: Any = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+        graphs.tqdm = lambda items, **_: items  # a bar in hundreds of pieces wherever output is no terminal
         options: dict[str, Any] = {
             "enable_sleep_mode": sleep != "none",
             # Is to be free at start, whatever part of it is used; the KV cache has its own size.

@@ -12,8 +12,11 @@ from engine.report.metrics import CURVES, PHASE_TITLE, PHASES, Curve, phases_in
 from engine.report.records import RunFiles
 from engine.report.svg import smooth
 
-_LINES = ("#2a78d6", "#d9610f")
-_AREAS = ("#2a78d6", "#eda100", "#1baf7a", "#4a3aa7", "#e87ba4", "#008300", "#e34948", "#eb6834", "#8a8a84")
+_LINES = ("#2a78d6", "#d9610f", "#1baf7a")
+_AREAS = (
+    "#2a78d6", "#00a3c4", "#7d5b3a", "#eda100", "#1baf7a", "#4a3aa7",
+    "#e87ba4", "#008300", "#e34948", "#eb6834", "#8a8a84",
+)  # fmt: skip
 
 
 def write_figures(run: RunFiles, run_dir: Path) -> None:
@@ -57,7 +60,7 @@ def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
 
 
 def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
-    for (name, metric), colour in zip(curve.metrics.items(), _LINES, strict=False):
+    for (name, metric), colour in zip(curve.metrics.items(), _LINES[: len(curve.metrics)], strict=True):
         points = [(step, value if curve.low is None else max(value, curve.low)) for step, value in run.series(metric)]
         if not points:
             continue

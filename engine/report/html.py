@@ -33,7 +33,7 @@ def write_report(run_dir: Path) -> Path:
 def page(run: RunFiles) -> str:
     """The whole page."""
     title = escape(run.name)
-    style = CSS + colours("c", 2) + colours("p", len(PHASES))
+    style = CSS + colours("c", max(len(curve.metrics) for curve in CURVES)) + colours("p", len(PHASES))
     body = [
         _heading(run),
         _banner(run),

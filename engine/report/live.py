@@ -25,6 +25,8 @@ _CELL = 19
 
 _STYLES = {
     "generate": "blue",
+    "sleep": "bright_blue",
+    "offload": "bright_magenta",
     "reward": "yellow",
     "old": "bright_cyan",
     "ref": "cyan",

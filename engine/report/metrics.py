@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from engine.report.format import number, percent
 
-PHASES = ("generate", "reward", "old", "ref", "value", "train", "sync", "eval", "save")
+PHASES = ("generate", "sleep", "offload", "reward", "old", "ref", "value", "train", "sync", "eval", "save")
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,24 @@ CURVES = (
     ),
     Curve("Tokens a second", "Over the whole step.", {"tokens/s": "tokens_per_second"}, from_zero=True),
     Curve(
+        "Sampler against trainer",
+        "Nats between their log-probabilities of the same tokens, before the update: mean and 99.9th percentile. "
+        "A jump means that they do not hold the same weights.",
+        {"mean": "weights/logprob_gap_mean", "99.9 %": "weights/logprob_gap_p999"},
+        from_zero=True,
+        exact=True,
+    ),
+    Curve(
         "Peak memory",
         "GiB, on the fullest GPU (or the process, on a CPU).",
         {"GiB": "memory/peak_gib"},
+        from_zero=True,
+        exact=True,
+    ),
+    Curve(
+        "Memory by phase",
+        "GiB at the peak of sampling and of training, and between them with the sampler asleep, which must not grow.",
+        {"sampling": "memory/generate_gib", "training": "memory/train_gib", "asleep": "memory/asleep_gib"},
         from_zero=True,
         exact=True,
     ),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import types
 
 from transformers import PreTrainedModel
+
+# Liger looks for kernels for other vendors' devices and warns that it finds none.
+logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -16,7 +16,8 @@ from kernels.head import Gradients, Head, Needs, product_dtype
 from kernels.logits import CAST_BYTES, HeadGradients
 from kernels.triton.divergence import divergence, divergence_terms
 from kernels.triton.hopper.kl import TILE_COLUMNS as HOPPER_COLUMNS
-from kernels.triton.hopper.kl import copied_bytes, fits_hopper, scan_on_hopper
+from kernels.triton.hopper.kl import fits_hopper, scan_on_hopper
+from kernels.triton.hopper.products import copied_bytes
 from kernels.triton.maths import INTERPRETED, LOG2E, softcapped
 from kernels.triton.scanner import processors
 
@@ -70,8 +71,8 @@ def _capped_logits(
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, H, BK):
         ks = k + tl.arange(0, BK)
-        x = tl.load(x_rows + ks[None, :] * x_stride_h, mask=inside[:, None] & (ks < H)[None, :], other=0.0)
-        w = tl.load(w_rows + ks[:, None] * w_stride_h, mask=(ks < H)[:, None] & real[None, :], other=0.0)
+        x = tl.load(x_rows + ks.to(tl.int64)[None, :] * x_stride_h, mask=inside[:, None] & (ks < H)[None, :], other=0.0)
+        w = tl.load(w_rows + ks.to(tl.int64)[:, None] * w_stride_h, mask=(ks < H)[:, None] & real[None, :], other=0.0)
         if INTERPRETED:  # whose tl.dot multiplies 16-bit operands as raw integers
             x, w = x.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(x, w, acc, input_precision="ieee")
@@ -261,8 +262,10 @@ def close_rows(
 
 
 def _blocks(softcap: float | None, *sides: Side) -> dict[str, Any]:
-    """What both passes over the logits are compiled with; fp32 operands leave room for half as many logits."""
-    wide = any(tensor.dtype == torch.float32 for side in sides for tensor in (side.hidden, side.weight))
+    """What both passes over the logits are compiled with; fp32 operands or a cap leave room for half as many."""
+    wide = softcap is not None or any(
+        tensor.dtype == torch.float32 for side in sides for tensor in (side.hidden, side.weight)
+    )
     return {
         "BM": min(TILE_ROWS, 64) if wide else TILE_ROWS, "BN": TILE_COLUMNS, "BK": 32 if wide else 64, "BAND": BAND,
         "SOFTCAP": softcap is not None, "num_warps": 8, "num_stages": 2 if wide else 3,

@@ -13,10 +13,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softcapped(x, cap):
-    """cap·tanh(x / cap), from one exponential of a number below zero: no overflow, and exact to fp32's rounding."""
+    """cap·tanh(x / cap), exact to fp32's rounding: from one exponential of a number below zero, so without overflow.
+
+    By series near 0, where 1 − t would cancel and a large cap multiply the error.
+    """
     t = tl.exp2(tl.abs(x) * (-2.8853900817779268 / cap))
     capped = (1 - t) / (1 + t) * cap
-    return tl.where(x < 0, -capped, capped)
+    ratio = x / cap
+    s = ratio * ratio
+    series = -0.053968254 + s * (0.021869488 - s * 0.0088632355)
+    series = x + x * s * (-0.33333333 + s * (0.13333333 + s * series))
+    return tl.where(s < 0.1, series, tl.where(x < 0, -capped, capped))
 
 
 @triton.jit

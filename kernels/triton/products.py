@@ -45,6 +45,8 @@ class Products:
         # 16-byte rows for the copy engine.
         self.pitch = triton.cdiv(self.vocabulary, 8) * 8
         self.bytes_per_row = self.pitch * self.scan_dtype.itemsize + self.width * self.dtype.itemsize
+        # Where the kernels cannot read hidden as it is, they copy a chunk's rows.
+        self.copied_bytes = 0 if problem.hidden.stride(1) == 1 else self.width * problem.hidden.itemsize
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
 

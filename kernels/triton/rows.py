@@ -15,29 +15,32 @@ LIVE_BLOCK = tl.constexpr(64)
 @triton.jit
 def set_anchor(
     x_ptr, w_ptr, bias_ptr, target_ptr, guess_ptr, temperature_ptr, softcap,
-    logit_ptr, anchor_ptr, target32_ptr, has_target_ptr, x_stride, w_stride_v, w_stride_h, tiles_n,
+    logit_ptr, anchor_ptr, target32_ptr, has_target_ptr, x_stride, w_stride_v, w_stride_h, V, tiles_n,
     H: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, FLAGS: tl.constexpr, GUESS: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One row a program: the target's logit, and from it a guess of the logsumexp.
 
     GUESS: "anchor" (``guess`` is the logsumexp), "logprob" (it is the target's log-probability) or "" (the target's
-    logit serves). A guess that is not finite counts as none.
+    logit serves). A guess that is not finite counts as none. The logit of a target that is no column is NaN, and
+    nothing is read or written where it points.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row)
+    exists = (target >= 0) & (target < V)
+    target = tl.where(exists, target, 0)
     total = tl.zeros((BH,), dtype=tl.float32)
     for h in range(0, H, BH):
         hs = h + tl.arange(0, BH)
         x = tl.load(x_ptr + row.to(tl.int64) * x_stride + hs, mask=hs < H, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + target * w_stride_v + hs * w_stride_h, mask=hs < H, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + target * w_stride_v + hs.to(tl.int64) * w_stride_h, mask=hs < H, other=0.0).to(tl.float32)
         total += x * w
     logit = tl.sum(total, 0)
     if BIAS:
         logit += tl.load(bias_ptr + target).to(tl.float32)
     if SOFTCAP:
         logit = softcapped(logit, softcap)
-    logit *= tl.load(temperature_ptr + row)
+    logit = tl.where(exists, logit * tl.load(temperature_ptr + row), float("nan"))
     anchor = logit
     if GUESS != "":
         guess = tl.load(guess_ptr + row)

@@ -47,7 +47,9 @@ def anchored_scan(
         for k in range(0, H, BK):
             ks = k + tl.arange(0, BK)
             x = tl.load(x_rows + ks[None, :], mask=inside[:, None] & (ks < H)[None, :], other=0.0)
-            w = tl.load(w_rows + ks[:, None] * w_stride_h, mask=(ks < H)[:, None] & real[None, :], other=0.0)
+            w = tl.load(
+                w_rows + ks.to(tl.int64)[:, None] * w_stride_h, mask=(ks < H)[:, None] & real[None, :], other=0.0
+            )
             if INTERPRETED:  # whose tl.dot multiplies 16-bit operands as raw integers
                 x, w = x.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(x, w, acc, input_precision="ieee")

@@ -37,7 +37,8 @@ class AnchoredScanner:
         products = HopperProducts if HopperProducts.fit(problem) else PortableProducts
         self.products = products(problem, workspace, needs, self.programs)
         self.tiles = triton.cdiv(self.vocabulary, self.products.scan_columns)
-        bytes_per_row = 8 * self.tiles + ROW_BYTES + (self.products.bytes_per_row if self.keeps else 0)
+        bytes_per_row = 8 * self.tiles + ROW_BYTES + self.products.copied_bytes
+        bytes_per_row += self.products.bytes_per_row if self.keeps else 0
         fixed = self.products.fixed_bytes if self.keeps else 0
         self.chunk_rows = max(1, int(workspace - fixed) // bytes_per_row)
         if self.chunk_rows > self.products.tile_rows:
@@ -82,7 +83,7 @@ class AnchoredScanner:
             self.hidden, head.weight, bias, problem.targets[rows], self.temperature if guess is None else guess,
             self.temperature, softcap, self.logit, self.anchor, self.target,
             self.target if has_target is None else has_target,
-            self.hidden.stride(0), *head.weight.stride(), self.tiles, self.width,
+            self.hidden.stride(0), *head.weight.stride(), self.vocabulary, self.tiles, self.width,
             BH=min(1024, triton.next_power_of_2(self.width)), BN=self.products.scan_columns,
             FLAGS=has_target is not None, GUESS=guesses, BIAS=head.bias is not None, SOFTCAP=head.softcap is not None,
             num_warps=4,

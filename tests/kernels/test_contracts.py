@@ -425,3 +425,14 @@ def test_import_brings_in_nothing():
     )
     assert "AttributeError: module 'kernels' has no attribute 'nothing'" in result.stderr
     assert not hasattr(kernels, "__version__")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"), [(kernels.linear_policy_loss, POLICY), (kernels.linear_preference_loss, PAIRS)]
+)
+def test_a_loss_has_no_second_derivative(function, arguments):
+    """Rather than a gradient that leaves part of it out."""
+    hidden = H.clone().requires_grad_()
+    found = function(**arguments | {"hidden": hidden})
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(found.loss, hidden, create_graph=True)

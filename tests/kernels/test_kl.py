@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,24 @@ def test_nearly_equal_heads_keep_their_digits(run, tools):
     torch.testing.assert_close(
         divergence(kernels.linear_kl, p, p, backend=run.backend).cpu(), torch.zeros(9), rtol=0, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("share", [1e-5, 1e-9])
+def test_gradient_survives_p_and_q_near_one(run, tools, direction, share):
+    """Both heads put all but about ``share`` on one token: p − q there is far below p's rounding."""
+    p, q = two_heads(tools, run, 9, 127)
+    bias = torch.zeros(127, device=run.device)
+    bias[5] = math.log(127 / share)
+    p, q = replace(p, bias=bias), replace(q, bias=bias)
+    own, exact = p.leaves(), p.leaves(torch.float64)
+    exact_q = replace(q, hidden=q.hidden.double(), weight=q.weight.double(), bias=bias.double())
+    found = divergence(kernels.linear_kl, own, q, direction=direction, backend=run.backend)
+    truth = divergence(kernels.reference.linear_kl, exact, exact_q, direction=direction)
+    upstream = signed(9, run.device)
+    mine = torch.autograd.grad((found * upstream).sum(), own.inputs)
+    for value, exact_value in zip(mine, torch.autograd.grad((truth * upstream).sum(), exact.inputs), strict=True):
+        assert tools.relative_error(value, exact_value) < 2e-4
 
 
 def test_what_q_excludes_is_infinite(run, tools):

@@ -169,6 +169,17 @@ def test_softcap_with_targets_of_no_probability(run, tools, dtype):
         assert tools.relative_error(value, truth) < {4: 5e-5, 2: 6e-3}[dtype.itemsize]
 
 
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 1e3, 1e5])
+def test_softcap_of_any_size_is_exact(run, tools, softcap):
+    problem = tools.make_problem(17, 257, device=run.device)
+    arguments = {**problem.arguments(), "hidden": problem.hidden * 5}
+    double = {name: None if value is None else value.double() for name, value in arguments.items()}
+    double["targets"] = problem.targets
+    exact = kernels.reference.linear_logprob(**double, softcap=softcap)
+    found = kernels.linear_logprob(**arguments, softcap=softcap, backend=run.backend)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
+
+
 def test_dweight_error_does_not_grow_with_chunks(run, tools):
     """An accumulator in bf16 would lose small chunks: all rows pull the same columns the same way."""
     if run.interpreted:

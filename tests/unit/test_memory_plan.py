@@ -203,6 +203,11 @@ def test_when_one_storage_holds_the_weights(qwen: str, changes: dict, ranks: int
     assert ("vLLM weights" not in plan.phases["generate"].parts) == (allowed or "generation__backend" in changes)
 
 
+def test_a_vocabulary_that_vllm_pads_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_1B5 | {"vocab_size": 151937}))
+    assert not memory.plan(configured(str(tmp_path)), 1, 2 * H100).zero_copy
+
+
 def test_a_tensor_parallel_group_shares_weights_and_cache(qwen: str) -> None:
     whole, half = (
         memory.plan(configured(qwen, generation__tensor_parallel=n, memory__zero_copy="off"), 2, H100) for n in (1, 2)

@@ -168,11 +168,6 @@ def fits_hopper(hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head) 
     )  # fmt: skip
 
 
-def copied_bytes(hidden: Tensor) -> int:
-    """Workspace that a row takes where the copy engine cannot read it as it is."""
-    return 0 if copies_in_bulk(hidden) else hidden.shape[1] * hidden.itemsize
-
-
 def scan_on_hopper(
     hidden_p: Tensor, weight_p: Tensor, hidden_q: Tensor, weight_q: Tensor, temperature: Tensor, part: Tensor,
     programs: int, forward: bool,

@@ -44,8 +44,14 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def copies_in_bulk(tensor: Tensor) -> bool:
-    """Whether the copy engine takes the matrix: contiguous rows that start at 16 bytes."""
-    return tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+    """Whether the copy engine takes the matrix: contiguous rows that start at 16 bytes and do not overlap."""
+    whole = tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]
+    return whole and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def copied_bytes(hidden: Tensor) -> int:
+    """Workspace that a row takes where the copy engine cannot read it as it is."""
+    return 0 if copies_in_bulk(hidden) else hidden.shape[1] * hidden.itemsize
 
 
 @cache
@@ -102,6 +108,7 @@ class HopperProducts(Products):
     def __init__(self, problem: Problem, workspace: float, needs: Needs, programs: int) -> None:
         super().__init__(problem, workspace, needs, programs)
         self.dhidden_columns = output_columns(self.width)
+        self.copied_bytes = copied_bytes(problem.hidden)
         part_bytes = 4 * TILE_ROWS * self.dhidden_columns
         self.spare_tiles = min(2 * programs, int(workspace / 16) // part_bytes)
         self.fixed_bytes = self.spare_tiles * part_bytes
@@ -116,8 +123,8 @@ class HopperProducts(Products):
         super().begin(chunks)
         # Side by side where either alone leaves much of the chip or of the memory's rate unused.
         self.beside = all(self.needs[:2]) and (self.width <= SHORT_WIDTH or chunks > 2)
-        self.dhidden_programs = self.programs // 2 if self.beside else self.programs
-        self.dweight_programs = self.programs - self.dhidden_programs if self.beside else self.programs
+        self.dhidden_programs = max(1, self.programs // 2) if self.beside else self.programs
+        self.dweight_programs = max(1, self.programs - self.dhidden_programs) if self.beside else self.programs
         if self.needs[1]:
             # Until a chunk had live rows there is nothing to add to; a sum over many is kept in fp32.
             weight = self.problem.head.weight
@@ -150,10 +157,12 @@ class HopperProducts(Products):
             device = self.factor.device
             here, beside = torch.cuda.current_stream(device), second_stream(device)
             beside.wait_stream(here)
-            with torch.cuda.stream(beside):
-                self._multiply_dhidden(scanner, rows)
-            self._multiply_dweight(scanner, rows)
-            here.wait_stream(beside)
+            try:
+                with torch.cuda.stream(beside):
+                    self._multiply_dhidden(scanner, rows)
+                self._multiply_dweight(scanner, rows)
+            finally:  # what was begun there still reads and writes what may be freed here
+                here.wait_stream(beside)
         else:
             self._multiply_dhidden(scanner, rows)
             self._multiply_dweight(scanner, rows)

@@ -16,7 +16,7 @@ from kernels.triton.hopper.mainloop import (
     produce,
     tile_place,
 )
-from kernels.triton.maths import LN2, LOG2E
+from kernels.triton.maths import LN2, LOG2E, softcapped
 
 
 @gluon.jit
@@ -64,10 +64,7 @@ def _consumer(
             bias = gl.load(bias_ptr + n * BN + cols, mask=cols < V - n * BN, other=0.0).to(gl.float32)
             acc += bias[None, :]
         if SOFTCAP:
-            # tanh from one exponential of a number below zero: no overflow, and exact to fp32's rounding.
-            t = gl.exp2(gl.abs(acc) * (-2.8853900817779268 / softcap))
-            capped = (1 - t) / (1 + t) * softcap
-            acc = gl.where(acc < 0, -capped, capped)
+            acc = softcapped(acc, softcap)
         if masked != 0:
             # Columns past the vocabulary add nothing, and neither does the target: what is left must not cancel.
             target = gl.load(target_ptr + rows, mask=inside, other=-1) - n * BN
