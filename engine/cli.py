@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from engine.config import Config, ConfigError, Section
 
-USAGE = "python -m engine.run --algo {ppo,rloo} [--config FILE.yaml] [--section.key value ...]"
+USAGE = "python -m engine.run --algo {ppo,rloo,grpo} [--config FILE.yaml] [--section.key value ...]"
 
 
 def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -209,10 +209,14 @@ class KL(Section):
     """Distance kept to the frozen reference policy."""
 
     coef: NonNegative = Field(
-        0.05, description="Weight of the KL penalty in the reward, per nat; 0 runs without a reference model"
+        0.05,
+        description="Weight of the KL penalty, per nat: in the reward, for GRPO in the loss; 0 runs without a "
+        "reference model",
     )
-    estimator: Literal["k1"] = Field(
-        "k1", description="Estimator of the KL inside the reward: k1 is log-policy minus log-reference"
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="Estimator of the KL: k1 is log-policy minus log-reference, the only one inside a reward. Default: "
+        "k1, for GRPO k3",
     )
     target: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Adaptive coefficient (Ziegler et al. 2019): KL of a response to aim at, in nats"
@@ -251,6 +255,17 @@ class RLOO(Section):
 
     ratio: Literal["sequence", "token"] = Field(
         "sequence", description="Clip one ratio a response (its product over tokens) or one a token"
+    )
+
+
+class GRPO(Section):
+    """GRPO's advantages and mean."""
+
+    scale_advantages: bool = Field(
+        True, description="Divide a group's advantages by the standard deviation of its scores"
+    )
+    mean: Literal["token", "sequence"] = Field(
+        "token", description="Mean of the loss over all tokens, or over responses of their token means (the paper's)"
     )
 
 
@@ -312,7 +327,7 @@ class Save(Section):
 class Config(Section):
     """One run of Tandem."""
 
-    algo: Literal["ppo", "rloo"] = Field("ppo", description="Algorithm")
+    algo: Literal["ppo", "rloo", "grpo"] = Field("ppo", description="Algorithm")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Fixes prompts' order, sampling, minibatches and new weights"
     )
@@ -335,6 +350,7 @@ class Config(Section):
     kl: KL = Field(default_factory=KL)
     ppo: PPO = Field(default_factory=PPO)
     rloo: RLOO = Field(default_factory=RLOO)
+    grpo: GRPO = Field(default_factory=GRPO)
     off_policy: OffPolicy = Field(default_factory=OffPolicy)
     schedule: Schedule = Field(default_factory=Schedule)
     launch: Launch = Field(default_factory=Launch)
@@ -377,6 +393,16 @@ class Config(Section):
             raise ConfigError(
                 f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but RLOO's baseline is the mean "
                 "reward of the other responses to the prompt: it needs at least 2"
+            )
+        if self.algo == "grpo" and self.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but GRPO compares a response with "
+                "the others to its prompt: it needs at least 2"
+            )
+        if self.algo != "grpo" and self.kl.estimator not in (None, "k1"):
+            raise ConfigError(
+                f"kl.estimator {self.kl.estimator} belongs into a loss, but {self.algo} has the KL in its reward: "
+                "leave it out"
             )
         if self.algo == "ppo" and self.ppo.value_warmup_steps >= self.train.steps:
             raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from algorithms import ppo, rloo
+from algorithms import grpo, ppo, rloo
 from algorithms.base import Objective, Rollout, global_mean, kl_tokens, sequence_sums
 from engine.config import Config
 from engine.distributed import World
@@ -66,6 +66,15 @@ def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) ->
             lam=config.ppo.lam,
             whiten_advantages=config.ppo.whiten_advantages,
             bootstrap_truncated=config.ppo.bootstrap_truncated,
+            reduce=world.sum,
+        )
+    elif config.algo == "grpo":
+        result = grpo.objective(
+            rollout,
+            kl_coef=kl_coef,
+            kl_estimator=config.kl.estimator or "k3",
+            scale=config.grpo.scale_advantages,
+            mean=config.grpo.mean,
             reduce=world.sum,
         )
     else:

@@ -35,10 +35,10 @@ def train(config: Config, config_file: str | None) -> None:
             rollout = experience.rollout(samples, old, ref, values, end_values)
             objective = experience.objective(config, rollout, run.state.kl_coef, run.world)
             with run.phase("train"):
-                tokens = {"old_logprobs": old, "sampler_logprobs": behaviour}
+                tokens = {"old_logprobs": old, "sampler_logprobs": behaviour, "ref_logprobs": ref, "old_values": values}
                 metrics = run.trainer.update(
                     samples,
-                    tokens if values is None else tokens | {"old_values": values},
+                    {name: vector for name, vector in tokens.items() if vector is not None},
                     objective,
                     step=run.state.step,
                     train_policy=config.algo != "ppo" or run.state.step >= config.ppo.value_warmup_steps,

@@ -278,6 +278,7 @@ def linear_kl(
     check.require(fits, "hidden_q", hidden_q, "[{}, H] on {} like hidden_p", len(hidden_p), hidden_p.device)
     check.choice("direction", direction, DIRECTIONS)
     check_settings(check, hidden_p, temperature, softcap, workspace_gib)
+    check.no_tangents(hidden_p, weight_p, bias_p)
     bias_q = None if bias_q is None else bias_q.detach()
     divergence, _, _ = ops.linear_kl(
         hidden_p, weight_p, bias_p, hidden_q.detach(), weight_q.detach(), bias_q,

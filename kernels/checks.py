@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from kernels.coefficients import KL_ESTIMATORS, LOSSES, RATIOS, PolicySpec
 from kernels.preference import PREFERENCE_LOSSES, PreferenceSpec
@@ -59,6 +60,11 @@ class Checker:
     def needed(self, name: str, value: object, expected: str, reason: str) -> None:
         """An optional argument that something else asks for."""
         self.require(value is not None, name, value, expected + " (needed by " + reason + ")")
+
+    def no_tangents(self, *inputs: Tensor | None) -> None:
+        """An op has no forward-mode derivative, and torch would give zero for it without a word."""
+        if any(one is not None and unpack_dual(one).tangent is not None for one in inputs):
+            raise RuntimeError(f"{self.function}: there is no forward-mode derivative (torch.func.jvp)")
 
     def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
         self.require(value in allowed, name, value, "one of " + ", ".join(map(repr, allowed)))
@@ -138,6 +144,7 @@ def check_head(
     fits = len(targets) == len(hidden) and targets.dtype == torch.int64 and targets.device == hidden.device
     check.require(fits, "targets", targets, *expected)
     check_settings(check, hidden, temperature, softcap, workspace_gib)
+    check.no_tangents(hidden, weight, bias)
 
 
 def check_values(

@@ -159,7 +159,7 @@ class Trainer:
             samples: this rank's samples.
             tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the
                 sampler's weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values``
-                with a value model.
+                with a value model; ``ref_logprobs`` where the loss has a ``kl_coef``.
             objective: the algorithm's advantages, returns and loss.
             step: rollout batches trained on before; with the run's seed it fixes the minibatches.
             train_policy: False trains the value model alone.
@@ -244,6 +244,8 @@ class Trainer:
             "cu_seqlens": batch.cu_seqlens,
             **objective.loss,
         }
+        if objective.loss.get("kl_coef"):
+            loss_arguments["ref_logprobs"] = row["ref_logprobs"]
         if "is_cap" in objective.loss:
             loss_arguments["behaviour_logprobs"] = row["sampler_logprobs"]
         loss, logprobs, entropy, ratio, clipped, clamped = self.policy(batch, loss_arguments, **self._head_options)

@@ -30,6 +30,9 @@ class AnchoredScanner:
     """A :class:`kernels.head.Scanner` that keeps E = exp(z − anchor) of a chunk, and scales rows rather than E."""
 
     def __init__(self, problem: Problem, workspace: float, needs: Needs) -> None:
+        bias = problem.head.bias
+        if bias is not None:  # the kernels step through it by one
+            problem = problem._replace(head=problem.head._replace(bias=bias.contiguous()))
         self.problem, self.needs, self.keeps = problem, needs, any(needs)
         hidden, weight = problem.hidden, problem.head.weight
         self.device, self.programs = hidden.device, processors(hidden.device)

@@ -436,3 +436,25 @@ def test_a_loss_has_no_second_derivative(function, arguments):
     found = function(**arguments | {"hidden": hidden})
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(found.loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.jacfwd])
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        (kernels.linear_logprob, HEAD, "hidden"), (kernels.linear_policy_loss, POLICY, "weight"),
+        (kernels.linear_preference_loss, PAIRS, "hidden"), (kernels.linear_kl, KL, "weight_p"),
+    ],
+)  # fmt: skip
+def test_there_is_no_forward_mode_derivative(function, arguments, name, transform):
+    """Rather than a tangent of zeros."""
+
+    def found(value):
+        result = function(**arguments | {name: value})
+        return result if isinstance(result, torch.Tensor) else result.loss
+
+    with pytest.raises(RuntimeError, match=f"{function.__name__}: there is no forward-mode derivative"):
+        if transform is torch.func.jvp:
+            transform(found, (arguments[name],), (torch.ones_like(arguments[name]),))
+        else:
+            transform(found)(arguments[name])

@@ -100,6 +100,27 @@ def test_past_the_limits_of_integers(run, tools, rows, vocabulary, width):
     torch.testing.assert_close(alone, found.logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_transposed_operands_past_32_bit_offsets(run, tools, direction):
+    """H·V ≥ 2³¹: rows and words side by side, one hidden unit 2²⁶ elements after the other."""
+    rows, vocabulary, width = 37, 257, 34
+    small = tools.make_problem(rows, vocabulary, width, dtype=torch.bfloat16, device=run.device)
+    memory = torch.empty(width << 26, dtype=torch.bfloat16, device=run.device)
+    weight = memory.as_strided((vocabulary, width), (1, 1 << 26)).copy_(small.weight)
+    hidden = memory.as_strided((rows, width), (1, 1 << 26), 1024).copy_(small.hidden)
+
+    def results(hidden, weight):
+        hidden.requires_grad_()
+        found = [
+            kernels.linear_logprob(hidden, weight, small.targets, backend=run.backend),
+            kernels.linear_kl(hidden, weight, -hidden, weight, direction=direction, backend=run.backend),
+        ]
+        return [*found, torch.autograd.grad(sum(one.sum() for one in found), hidden)[0]]
+
+    for far, near in zip(results(hidden, weight), results(small.hidden, small.weight), strict=True):
+        torch.testing.assert_close(far, near, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_a_device_that_is_not_current(run, tools):
     problem = tools.make_problem(37, 257, device="cuda:1").leaves()

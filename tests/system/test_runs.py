@@ -62,6 +62,19 @@ def test_ppo_run_leaves_everything(tiny_model: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(run / "model")
 
 
+def test_grpo_run_with_its_kl_in_the_loss(tiny_model: str, tmp_path: Path) -> None:
+    more = "--algo grpo --kl.coef 0.5 --train.minibatches_per_batch 1"
+    run_engine(short(tiny_model, tmp_path, "r") + more)
+    check_folder(tmp_path / "r", 3)
+    metrics = steps(tmp_path / "r")
+    assert metrics[0]["policy/grad_norm"] > 0
+    assert all(0 <= row["grpo/zero_advantage_fraction"] <= 1 for row in metrics)
+    # Before the first step the policy is its reference: no KL, and whitened advantages of ratio 1 cancel in a group.
+    assert abs(metrics[0]["policy/loss"]) < 0.2
+    assert metrics[0]["kl/ref_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert abs(metrics[-1]["kl/ref_mean"]) > 1e-5
+
+
 def test_value_warm_up_leaves_the_policy_alone_and_still_compares_weights(tiny_model: str, tmp_path: Path) -> None:
     more = "--algo ppo --ppo.value_warmup_steps 2 --train.learning_rate 1e-2 --train.warmup_steps 0"
     run_engine(short(tiny_model, tmp_path, "w") + more)

@@ -1,4 +1,4 @@
-"""PPO and RLOO against examples computed by hand."""
+"""PPO, RLOO and GRPO against examples computed by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms import kl_control, ppo, rloo
+from algorithms import grpo, kl_control, ppo, rloo
 from algorithms.base import Rollout, kl_tokens, sequence_sums
 
 
@@ -54,6 +54,34 @@ def test_rloo_subtracts_kl_of_the_response() -> None:
     for i in range(6):
         other = i + 1 if i % 2 == 0 else i - 1
         assert float(objective.advantages[batch.cu_seqlens[i]]) == pytest.approx(returns[i] - returns[other], abs=1e-6)  # type: ignore[index]
+
+
+def grpo_objective(batch: Rollout, **changes: object) -> grpo.Objective:
+    settings = {"kl_coef": 0.5, "kl_estimator": "k3", "scale": True, "mean": "token", "reduce": alone}
+    return grpo.objective(batch, **(settings | changes))  # type: ignore[arg-type]
+
+
+def test_grpo_by_hand() -> None:
+    """Groups score (1, 0), (0, 0) and (2, 3): distances of a half, in deviations of 1/sqrt(2) with n - 1."""
+    objective = grpo_objective(rollout())
+    scaled = 0.5 / (math.sqrt(0.5) + 1e-4)
+    by_response = [scaled, -scaled, 0.0, 0.0, -scaled, scaled]
+    expected = [a for a, n in zip(by_response, [2, 1, 3, 1, 1, 2], strict=True) for _ in range(n)]
+    assert objective.advantages is not None
+    assert objective.advantages.tolist() == pytest.approx(expected)
+    assert objective.normalise == "token"
+    assert objective.loss == {"loss": "clip", "ratio": "token", "kl_coef": 0.5, "kl_estimator": "k3"}
+    assert objective.metrics["grpo/zero_advantage_fraction"] == pytest.approx(2 / 6)
+    plain = grpo_objective(rollout(), scale=False, mean="sequence")
+    assert plain.advantages is not None
+    assert plain.advantages.tolist() == [0.5, 0.5, -0.5, 0, 0, 0, 0, -0.5, 0.5, 0.5]
+    assert plain.normalise == "sequence"
+
+
+def test_group_normalised_of_uneven_groups() -> None:
+    found = grpo.group_normalised(torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 4.0]), torch.tensor([7, 7, 7, 9, 9, 3]), True)
+    deviation = math.sqrt((4 + 1 + 9) / 2) + 1e-4
+    assert found.tolist() == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation, 0, 0, 0])
 
 
 def test_leave_one_out_of_uneven_groups() -> None:

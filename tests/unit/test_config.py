@@ -34,6 +34,8 @@ BAD = {
     "microbatch too small": (["--train.tokens_per_microbatch", "8"], "train.tokens_per_microbatch (8)"),
     "truncated sampling": (["--generation.top_p", "0.9"], "generation.top_p"),
     "one sample for rloo": (["--algo", "rloo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
+    "one sample for grpo": (["--algo", "grpo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
+    "KL of a loss in a reward": (["--algo", "ppo", "--kl.estimator", "k3"], "kl.estimator"),
     "two prompt sources": (["--data.path", "x.jsonl"], "data.task and data.path"),
     "missing prompts": (
         [

@@ -52,6 +52,12 @@ def _producer(
 
 
 @gluon.jit
+def _masked(acc, real, scale):
+    """What lies past the vocabulary to −1e30 by the logits, which is finite for every scale."""
+    return gl.where(real[None, :], acc, (-1e30 / gl.maximum(scale, 1.0))[:, None])
+
+
+@gluon.jit
 def _thread_sums(x):
     """Sums over what a thread holds of each row of ``x [ROWS, PIECE]``: ``[ROWS, 4]``."""
     return gl.sum(gl.sum(x.reshape((ROWS, PIECE // 8, 4, 2)), 3), 1)
@@ -83,7 +89,7 @@ def _consumer(
         )  # fmt: skip
         acc = accs[0]
         if (n + 1) * BN > V:
-            acc = gl.where(real[None, :], acc, -1e30)
+            acc = _masked(acc, real, scale)
         max_p = gl.max(acc, 1) * scale
         own.store(acc)
 
@@ -92,7 +98,7 @@ def _consumer(
         )  # fmt: skip
         acc = accs[0]
         if (n + 1) * BN > V:
-            acc = gl.where(real[None, :], acc, -1e30)
+            acc = _masked(acc, real, scale)
         max_q = gl.max(acc, 1) * scale
         pieces = column_parts(acc, PIECES)
         row: gl.constexpr = gl.SliceLayout(1, inner)

@@ -65,11 +65,11 @@ def _consumer(
             acc += bias[None, :]
         if SOFTCAP:
             acc = softcapped(acc, softcap)
+        u = acc * scale[:, None] - anchor[:, None]
         if masked != 0:
             # Columns past the vocabulary add nothing, and neither does the target: what is left must not cancel.
             target = gl.load(target_ptr + rows, mask=inside, other=-1) - n * BN
-            acc = gl.where((cols < V - n * BN)[None, :] & (cols[None, :] != target[:, None]), acc, -1e30)
-        u = acc * scale[:, None] - anchor[:, None]
+            u = gl.where((cols < V - n * BN)[None, :] & (cols[None, :] != target[:, None]), u, -1e30)
         e = gl.exp2(u)
         total = gl.sum(e, 1)
         if BIAS:
