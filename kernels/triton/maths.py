@@ -19,7 +19,7 @@ def softcapped(x, cap):
     """
     t = tl.exp2(tl.abs(x) * (-2.8853900817779268 / cap))
     capped = (1 - t) / (1 + t) * cap
-    ratio = x / cap
+    ratio = x * (1.0 / cap)
     s = ratio * ratio
     series = -0.053968254 + s * (0.021869488 - s * 0.0088632355)
     series = x + x * s * (-0.33333333 + s * (0.13333333 + s * series))

@@ -71,8 +71,10 @@ class AnchoredScanner:
         if count == 0:
             return self.statistics
         problem = self.problem
-        hidden, head = problem.hidden[rows], problem.head
-        self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        head = problem.head
+        self.hidden = problem.hidden[rows]  # drops the last chunk's copy before the next is made
+        if self.hidden.stride(1) != 1:
+            self.hidden = self.hidden.contiguous()
         self.temperature = head.inverse_temperature[rows].contiguous()
         guess, guesses = None, ""
         if problem.anchor is not None:

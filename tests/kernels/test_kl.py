@@ -146,6 +146,17 @@ def test_gradient_survives_p_and_q_near_one(run, tools, direction, share):
         assert tools.relative_error(value, exact_value) < 2e-4
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_smallest_temperatures_leave_numbers(run, tools, direction):
+    """Powers of two, which change no digit: what a scan masks out must stay finite when it is scaled."""
+    p, q = two_heads(tools, run, 9, 127, dtype=torch.bfloat16)
+    settings = {"direction": direction, "backend": run.backend}
+    plain = divergence(kernels.linear_kl, p, q, **settings)
+    small_p, small_q = (replace(one, hidden=one.hidden * 2**-40) for one in (p, q))
+    found = divergence(kernels.linear_kl, small_p, small_q, temperature=2**-40, **settings)
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)
+
+
 def test_what_q_excludes_is_infinite(run, tools):
     p, q = two_heads(tools, run, 5, 127)
     bias = torch.zeros(127, device=run.device)

@@ -118,7 +118,7 @@ def test_transposed_operands_past_32_bit_offsets(run, tools, direction):
         return [*found, torch.autograd.grad(sum(one.sum() for one in found), hidden)[0]]
 
     for far, near in zip(results(hidden, weight), results(small.hidden, small.weight), strict=True):
-        torch.testing.assert_close(far, near, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(far, near, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

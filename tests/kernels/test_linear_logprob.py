@@ -180,6 +180,17 @@ def test_softcap_of_any_size_is_exact(run, tools, softcap):
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
 
 
+def test_the_smallest_temperatures_leave_numbers(run, tools):
+    """Powers of two, which change no digit: what a scan masks out must stay finite when it is scaled."""
+    problem = tools.make_problem(12, 127, dtype=torch.bfloat16, device=run.device)
+    small = {**problem.arguments(), "hidden": problem.hidden * 2**-40}
+    settings = {"return_entropy": True, "backend": run.backend}
+    plain = kernels.linear_logprob(**problem.arguments(), **settings)
+    found = kernels.linear_logprob(**small, temperature=2**-40, **settings)
+    for value, expected in zip(found, plain, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+
+
 def test_dweight_error_does_not_grow_with_chunks(run, tools):
     """An accumulator in bf16 would lose small chunks: all rows pull the same columns the same way."""
     if run.interpreted:
