@@ -26,7 +26,7 @@ SETTINGS = {
     "zero2-1gpu": "--launch.ranks 1 --train.zero_stage 2 --memory.sleep level2 --memory.zero_copy off",
     "zero2-2gpu": "--launch.ranks 2 --train.zero_stage 2 --memory.sleep level2 --memory.zero_copy off",
     "zero3-2gpu": "--launch.ranks 2 --train.zero_stage 3 --memory.sleep level2",
-    "zerocopy-1gpu": "--launch.ranks 1 --train.zero_stage 2 --memory.sleep kv",
+    "zerocopy-1gpu": "--launch.ranks 1 --train.zero_stage 2 --memory.sleep kv --memory.zero_copy auto",
 }
 COMMON = (
     "--algo ppo --model.dtype bfloat16 --model.gradient_checkpointing true --generation.backend vllm "
@@ -53,7 +53,9 @@ def make_inputs(folder: Path, small: bool) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     shape: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
     shape |= {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
     if small:

@@ -157,9 +157,9 @@ class Memory(Section):
         "auto", description="Keep optimizer states and fp32 weights in host memory while generating"
     )
     zero_copy: Literal["auto", "off"] = Field(
-        "auto",
-        description="One storage for the trainer's and vLLM's weights, where that works: ZeRO 0-2, bfloat16, "
-        "generation.tensor_parallel 1",
+        "off",
+        description="auto: one storage for the trainer's and vLLM's weights, where that works (ZeRO 0-2, bfloat16, "
+        "generation.tensor_parallel 1)",
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="vLLM's KV cache on each rank, in GiB. Default: on a GPU as planned, on a CPU 1"

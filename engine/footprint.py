@@ -35,7 +35,7 @@ on the way from the forward to the backward pass."""
 FETCHED_ELEMENTS = 50_000_000
 """What ZeRO-3 fetches ahead in one go (``stage3_prefetch_bucket_size``): gathered as one and then copied apart."""
 VLLM_BATCHED_TOKENS = 16384
-"""vLLM's default for tokens in one forward pass, on cards of 70 GiB and more."""
+"""vLLM's default for tokens in one forward pass on cards of 70 GiB and more; on smaller ones and A100s it is half."""
 VLLM_BLOCK = 16
 """Tokens in a block of vLLM's KV cache."""
 LOGIT_COPIES = 4

@@ -80,6 +80,8 @@ def process_kept() -> Iterator[None]:
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Otherwise vLLM has Triton print every candidate of every kernel that it tunes from here on, ours too.
+    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
     # vLLM's own way to size the CPU's KV cache; where a user exports it, it would overrule the config.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     try:

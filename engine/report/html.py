@@ -153,9 +153,9 @@ def _charts(run: RunFiles) -> str:
     section = f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>'
     others = [_chart(run, Curve(name, "", {"value": name})) for name in other_metrics(names)]
     if any(others):
+        count = f"{len(others)} more metric{'s' if len(others) > 1 else ''}"
         section += (
-            f'<details class="box"><summary>{len(others)} more metrics</summary>'
-            f'<div class="charts">{"".join(others)}</div></details>'
+            f'<details class="box"><summary>{count}</summary><div class="charts">{"".join(others)}</div></details>'
         )
     return section
 

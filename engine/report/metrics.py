@@ -98,6 +98,13 @@ CURVES = (
         from_zero=True,
         exact=True,
     ),
+    Curve(
+        "Plan error",
+        "How far a phase's peak memory is above what the memory plan predicted, or below it.",
+        {"sampling": "memory/plan_error_generate", "training": "memory/plan_error_train"},
+        percent,
+        exact=True,
+    ),
     Curve("Learning rate", "Of the policy.", {"rate": "policy/lr"}, from_zero=True, exact=True),
 )
 

@@ -136,7 +136,8 @@ def arguments(model: str, folder: Path, more: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "more", ["--memory.sleep level2 --memory.offload on --memory.zero_copy off", "--memory.sleep kv"]
+    "more",
+    ["--memory.sleep level2 --memory.offload on --memory.zero_copy off", "--memory.sleep kv --memory.zero_copy auto"],
 )
 def test_runs_that_sleep(model: str, tmp_path: Path, more: str) -> None:
     result = run_engine(arguments(model, tmp_path, f"--train.zero_stage 2 --train.steps 4 {more}"), threads=None)

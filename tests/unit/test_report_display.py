@@ -12,7 +12,8 @@ from rich.console import Console
 from engine.report import Recorder
 from engine.report.display import PlainDisplay, can_be_live, evaluation_line, make_display, step_line
 from engine.report.format import duration, number, percent, sparkline
-from engine.report.live import LiveDisplay, panel
+from engine.report.live import _STYLES, LiveDisplay, panel
+from engine.report.metrics import PHASES
 from engine.report.output import Output
 from engine.report.progress import Progress, describe
 
@@ -27,7 +28,7 @@ FULL = {
     "rollout/response_tokens_mean": 1023.5,
     "memory/peak_gib": 139.5,
     "time/step": 4321.0,
-    **{f"time/{name}": 543.21 for name in ("generate", "reward", "old", "ref", "value", "train", "sync")},
+    **{f"time/{name}": 543.21 for name in PHASES if name not in ("eval", "save")},
 }
 
 
@@ -106,6 +107,11 @@ def test_the_panel_shows_where_the_run_is_at_80_columns() -> None:
         assert piece in text
     state.ended = "crashed"
     assert "crashed" in drawn(state, 80)[0]
+
+
+def test_each_phase_has_a_colour_of_its_own_in_the_panel() -> None:
+    assert set(_STYLES) == set(PHASES)
+    assert len(set(_STYLES.values())) == len(PHASES)
 
 
 def test_graded_rewards_are_shown_where_accuracy_would_be() -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from engine.report import closing_lines, write_report
 from engine.report.__main__ import main
-from engine.report.figures import title
+from engine.report.figures import _AREAS, _LINES, title
 from engine.report.html import page
+from engine.report.metrics import CURVES, PHASES
 from engine.report.records import load_run
+from engine.report.style import CSS
 from engine.report.svg import Series, line_chart, smooth, stacked_chart, thin, ticks
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"&\x00"
@@ -124,6 +126,41 @@ def test_graded_rewards_are_compared_and_drawn_with_the_rewards(tmp_path: Path) 
         assert "<title>step 1: train 0.250, held-out 0.120</title>" in text
         assert "more metrics" not in text
         assert "ccuracy" not in text.partition("</style>")[2]
+
+
+def test_each_phase_and_each_curve_of_a_chart_has_a_colour_of_its_own(tmp_path: Path) -> None:
+    curves = max(len(curve.metrics) for curve in CURVES)
+    light, dark = CSS.split("prefers-color-scheme: dark")
+    for scheme in (light, dark):
+        for name, count in (("p", len(PHASES)), ("c", curves)):
+            colours = [re.findall(rf"--{name}{i}: (#\w+);", scheme) for i in range(count)]
+            assert len({colour for (colour,) in colours}) == count
+    assert len(set(_AREAS)) == len(PHASES) and len(set(_LINES)) == curves
+    write(tmp_path, "metrics.jsonl", [{"step": 1, **{f"time/{phase}": 1.0 for phase in PHASES}}])
+    text = page(load_run(tmp_path))
+    for i, phase in enumerate(PHASES):
+        assert f'<i class="p{i}"></i>{phase}</span>' in text
+    assert all(f".{name}{count - 1} {{" in text for name, count in (("p", len(PHASES)), ("c", curves)))
+
+
+def test_the_turns_on_a_gpu_are_shown(tmp_path: Path) -> None:
+    row = {
+        "weights/logprob_gap_mean": 0.0121, "weights/logprob_gap_p999": 0.185,
+        "memory/generate_gib": 51.4, "memory/train_gib": 60.6, "memory/asleep_gib": 33.7, "memory/asleep_growth": 0.0,
+        "memory/plan_error_generate": -0.0312, "memory/plan_error_train": 0.0123,
+        "time/generate": 6.0, "time/sleep": 0.5, "time/offload": 1.5, "time/train": 7.0, "time/sync": 0.25,
+    }  # fmt: skip
+    write(tmp_path, "metrics.jsonl", [{"step": step} | row for step in (1, 2)])
+    text = write_report(tmp_path).read_text()
+    for told in (
+        "<title>step 2: mean 0.0121, 99.9 % 0.185</title>",
+        "<title>step 2: sampling 51.4, training 60.6, asleep 33.7</title>",
+        "<title>step 2: sampling -3.1%, training 1.2%</title>",
+        "train 7.0 s, generate 6.0 s, offload 1.5 s, sleep 0.5 s, sync 0.2 s</title>",
+    ):
+        assert told in text
+    assert "<summary>1 more metric</summary>" in text and "<h3>memory/asleep_growth</h3>" in text
+    assert (tmp_path / "details.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_scores_that_were_all_right_or_wrong_for_a_while_do_not_make_an_accuracy(tmp_path: Path) -> None:
