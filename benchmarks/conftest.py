@@ -95,11 +95,21 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             raise pytest.UsageError(f"--benchmark-impls: {', '.join(unknown)}: not among {', '.join(COMPETITORS)}")
     return Setup(
         device,
-        " ".join(["pytest", *map(str, request.config.invocation_params.args)]),
+        recorded_command([str(one) for one in request.config.invocation_params.args]),
         names,
         time.monotonic() + (option("benchmark_seconds") or SECONDS[option("benchmark_cases")]),
         option("benchmark_case_seconds"),
     )
+
+
+def recorded_command(arguments: list[str]) -> str:
+    """The command line without the folder of the results, which is a place on one machine."""
+    kept = [
+        one
+        for before, one in zip(["", *arguments], arguments, strict=False)
+        if before != "--benchmark-out" and not one.startswith("--benchmark-out")
+    ]
+    return " ".join(["pytest", *kept])
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, UntypedStorage
 
-CHUNK_BYTES = (
-    256 * 2**20
-)  # PyTorch rounds a pinned allocation up to a power of two, in which whole chunks waste nothing
+CHUNK_BYTES = 256 * 2**20
+"""PyTorch rounds a pinned allocation up to a power of two, in which whole chunks waste nothing."""
 
 
 class HostStates:

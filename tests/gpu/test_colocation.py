@@ -21,6 +21,7 @@ from engine.distributed import World
 from engine.generation.base import WrongStateError
 from engine.memory import MemoryPlan
 from tests.gpu import turns
+from tests.gpu.models import random_qwen2
 from tests.gpu.test_ranks_on_gpu import HELD, used
 from tests.system.helpers import ROOT, run_engine, run_ranks, steps
 from tests.system.test_signals import until
@@ -30,12 +31,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights of a Qwen2 of 0.14 B parameters (tied head, biases) with a word tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
+    """0.14 B parameters."""
+    return random_qwen2(
+        tmp_path_factory.mktemp("model"),
         hidden_size=768,
         intermediate_size=3072,
         num_hidden_layers=12,
@@ -43,19 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         num_key_value_heads=4,
         vocab_size=50048,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

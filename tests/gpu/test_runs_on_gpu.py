@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu.models import random_qwen2
 from tests.system.helpers import ROOT, run_engine, steps
 
 pytestmark = pytest.mark.gpu
@@ -28,32 +28,16 @@ def test_embedded_task_learns_with_cuda(algo: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights of Qwen2-0.5B's shape (tied head, V = 151,936) with a word tokenizer over the first few ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("qwen")
-    config = Qwen2Config(
+    """Qwen2-0.5B's shape."""
+    return random_qwen2(
+        tmp_path_factory.mktemp("qwen"),
         hidden_size=896,
         intermediate_size=4864,
         num_hidden_layers=24,
         num_attention_heads=14,
         num_key_value_heads=2,
         vocab_size=151936,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])

@@ -23,8 +23,7 @@ from engine.generation.vllm import VLLMGenerator
 from engine.memory import MemoryPlan
 from engine.training import models
 from engine.training.trainer import Trainer
-from tests.system import offloading
-from tests.system.colocated import samples_of, whole_and_in_time
+from tests.system.colocated import samples_of, two_large_steps, whole_and_in_time
 
 KV_BYTES = 2**30
 PROMPTS = [[5, 6, 7], [8] * 70, [9, 10], list(range(20, 120))]
@@ -101,12 +100,7 @@ def cycles(turns: Colocation, count: int, world: World) -> None:
 def learns(turns: Colocation, world: World) -> None:
     """After a large step the sampler holds the trainer's weights, and no key of the old ones."""
     before = turns._greedy()
-    for version in (1, 2):
-        turns.rest()
-        turns.take_back()
-        offloading.update(turns.trainer, version)
-        turns.make_room()
-        turns.hand_over(version)
+    two_large_steps(turns)
     assert turns._greedy() != before
     requests = [Request(prompt, seed + 100 * world.rank) for prompt in PROMPTS for seed in range(4 - world.rank)]
     samples = samples_of(turns.generator.generate(requests, WARM), requests)

@@ -64,6 +64,16 @@ def whole_and_in_time(one: SimpleNamespace, world: World) -> None:
     assert everyones[0] == everyones[1]
 
 
+def two_large_steps(turns: Colocation) -> None:
+    """Two turns with an update between sampling and sampling again."""
+    for version in (1, 2):
+        turns.rest()
+        turns.take_back()
+        offloading.update(turns.trainer, version)
+        turns.make_room()
+        turns.hand_over(version)
+
+
 def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Response]:
     """Proof, a first sampling, a large step, another sampling; gives the first responses of this rank."""
     turns = Colocation(
@@ -77,18 +87,12 @@ def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Res
         say=print,
     )
     turns.trainer.config.train.tokens_per_microbatch = 64
-    mine = (
-        PROMPTS if world.main else [] if tensor_parallel > 1 else PROMPTS[:1]
-    )  # uneven; some ranks have nothing to do
+    # Uneven: some ranks have nothing to do.
+    mine = PROMPTS if world.main else [] if tensor_parallel > 1 else PROMPTS[:1]
     requests = [Request(prompt, 10 + seed) for prompt in mine for seed in range(2)]
     first = turns.generator.generate(requests, WARM)
     before = [response.token_ids for response in turns.generator.generate([Request(PROMPTS[2], 0)], GREEDY)]
-    for version in (1, 2):
-        turns.rest()
-        turns.take_back()
-        offloading.update(turns.trainer, version)
-        turns.make_room()
-        turns.hand_over(version)
+    two_large_steps(turns)
     whole_and_in_time(turns.trainer.policy, world)
     after = [response.token_ids for response in turns.generator.generate([Request(PROMPTS[2], 0)], GREEDY)]
     assert after != before and turns.generator.version == 2, "the cached keys are of the old weights"

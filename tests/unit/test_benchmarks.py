@@ -11,7 +11,7 @@ from benchmarks import cases, targets
 from benchmarks.cases import Case
 from benchmarks.competitors import COMPETITORS, OURS, Outcome, Unavailable
 from benchmarks.competitors.bare import chunk_rows
-from benchmarks.conftest import _shard
+from benchmarks.conftest import _shard, recorded_command
 from benchmarks.guard import Failure, attempt
 from benchmarks.inputs import exact, make_inputs
 from benchmarks.measure import Finding, Setup, measure, record
@@ -305,3 +305,9 @@ def test_tables_are_aligned_and_show_failures():
 
 def test_every_implementation_has_a_colour_of_its_own():
     assert COLOURS.keys() == COMPETITORS.keys() and len(set(COLOURS.values())) == len(COLOURS)
+
+
+@pytest.mark.parametrize("out", [["--benchmark-out", "/a/b"], ["--benchmark-out=/a/b"], []])
+def test_a_record_names_no_place_of_its_machine(out: list[str]) -> None:
+    found = recorded_command(["benchmarks", *out, "--benchmark", "-k", "dpo"])
+    assert found == "pytest benchmarks --benchmark -k dpo"

@@ -27,9 +27,8 @@ SCAN_COLUMNS = 256
 # output waits in.
 SCAN = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
 SHORT_SCAN = {"BK": 64, "STAGES": 4, "BAND": 16, "LAG": 1, "BUFFERS": 1}
-SCAN_ONLY = {"BK": 64, "STAGES": 3, "BAND": 16, "LAG": 1, "BUFFERS": 2}
 SHORT_SCAN_ONLY = {"BK": 32, "STAGES": 9, "BAND": 16, "LAG": 5, "BUFFERS": 1}
-"""ONLY: E is not kept. SHORT: for a hidden size up to SHORT_WIDTH, where an epilogue is a larger part of a tile."""
+"""SHORT: for a hidden size up to SHORT_WIDTH, where an epilogue is a larger part of a tile. ONLY: E is not kept."""
 DHIDDEN = {"STAGES": 4, "BAND": 16, "LAG": 1}
 DWEIGHT = {"STAGES": 4, "BAND": 8, "LAG": 1, "BUFFERS": 1}
 SHORT_WIDTH = 1024
@@ -74,9 +73,9 @@ def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def scan_ring(width: int, keeps: bool) -> dict[str, int]:
     """The scan's ring for a hidden size, with E kept or not."""
-    if width <= SHORT_WIDTH:
-        return SHORT_SCAN if keeps else SHORT_SCAN_ONLY
-    return SCAN if keeps else SCAN_ONLY
+    if width > SHORT_WIDTH:
+        return SCAN
+    return SHORT_SCAN if keeps else SHORT_SCAN_ONLY
 
 
 def output_columns(width: int) -> int:

@@ -1,0 +1,26 @@
+"""Models for the GPU tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def random_qwen2(folder: Path, **shape: Any) -> str:
+    """Random bf16 weights of a Qwen2 of this shape (tied head, biases), with a word tokenizer over its first ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
