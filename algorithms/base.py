@@ -47,15 +47,33 @@ class Rollout:
 class Objective:
     """What the update minimises on a rollout batch."""
 
-    advantages: Tensor | None
-    """[T] fp32; None for a likelihood."""
-    normalise: Literal["token", "sequence"]
-    """Mean over the minibatch's response tokens, or mean over its responses of their token means; over all ranks."""
+    units: Tensor
+    """[U, n] int64, which of the rank's B responses are trained on, each row together: single ones, or chosen and
+    rejected. A minibatch is made of whole units."""
+    normalise: Literal["token", "sequence", "pair"]
+    """Mean over the minibatch's response tokens, or mean over its responses of their token means, or mean over its
+    pairs; over all ranks."""
     loss: dict[str, Any]
-    """Keyword arguments of ``kernels.linear_policy_loss`` that do not vary by token."""
+    """Keyword arguments of ``kernels.linear_policy_loss``, or for pairs of ``kernels.linear_preference_loss``, that do
+    not vary by token."""
+    advantages: Tensor | None = None
+    """[T] fp32; None for a likelihood and for pairs."""
     returns: Tensor | None = None
     """[T] fp32, targets of the value model."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def every_response(rollout: Rollout) -> Tensor:
+    """[B, 1] units that train on each response by itself."""
+    return torch.arange(len(rollout.scores))[:, None]
+
+
+def best_and_worst(rollout: Rollout) -> Tensor:
+    """[groups, 2] the responses with the highest and with the lowest score of each group; of equals the first."""
+    _, sizes = torch.unique_consecutive(rollout.group_ids, return_counts=True)
+    groups = torch.arange(len(rollout.scores)).split(sizes.tolist())
+    extremes = [[group[rollout.scores[group].argmax()], group[rollout.scores[group].argmin()]] for group in groups]
+    return torch.tensor(extremes, dtype=torch.int64).reshape(-1, 2)
 
 
 def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:

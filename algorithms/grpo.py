@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, Reduce, Rollout, global_mean
+from algorithms.base import Objective, Reduce, Rollout, every_response, global_mean
 
 EPSILON = 1e-4
 """Added to a group's standard deviation, in units of score."""
@@ -23,6 +23,7 @@ def objective(
     """
     advantages = group_normalised(rollout.scores, rollout.group_ids, scale)
     return Objective(
+        units=every_response(rollout),
         advantages=torch.repeat_interleave(advantages, rollout.lengths),
         normalise="sequence" if mean == "sequence" else "token",
         loss={"loss": "clip", "ratio": "token", "kl_coef": kl_coef, "kl_estimator": kl_estimator},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from algorithms.base import Objective, Reduce, Rollout, kl_tokens
+from algorithms.base import Objective, Reduce, Rollout, every_response, kl_tokens
 
 
 def objective(
@@ -44,6 +44,7 @@ def objective(
         rewards, rollout.values, rollout.cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap
     )
     return Objective(
+        units=every_response(rollout),
         advantages=whiten(advantages, reduce) if whiten_advantages else advantages,
         returns=returns,
         normalise="token",

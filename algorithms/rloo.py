@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, Reduce, Rollout, global_mean, kl_tokens, sequence_sums
+from algorithms.base import Objective, Reduce, Rollout, every_response, global_mean, kl_tokens, sequence_sums
 
 
 def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -> Objective:
@@ -17,6 +17,7 @@ def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -
     returns = rollout.scores - kl_coef * sequence_sums(kl_tokens(rollout), rollout.cu_seqlens)
     advantages = leave_one_out(returns, rollout.group_ids)
     return Objective(
+        units=every_response(rollout),
         advantages=torch.repeat_interleave(advantages, rollout.lengths),
         normalise="sequence" if ratio == "sequence" else "token",
         loss={"loss": "clip", "ratio": ratio},

@@ -84,8 +84,9 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
             )
             for i, row in enumerate(rows)
         ]
-        objective = Objective(advantages=None, normalise="token", loss={"loss": "likelihood"})
-        trainer.update(batch, {}, objective, step=step)
+        every = torch.arange(len(batch))[:, None]
+        objective = Objective(every, normalise="token", loss={"loss": "likelihood"})
+        trainer.update(batch, {}, objective, step=step, version=0)
         if step % (CHECK_EVERY if accuracy < RISING_AT else 2) == 0:
             accuracy = _accuracy(trainer, generator, tokenizer, stops, step)
             if step % (5 * CHECK_EVERY) == 0 or accuracy >= STOP_AT:

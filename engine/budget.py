@@ -95,7 +95,7 @@ class Budget:
             for name, (shape, count) in models.items()
         }
         always = {f"{name} weights": engine.weights for name, engine in engines.items()}
-        if config.kl.coef > 0:
+        if config.has_reference:
             path = config.model.reference_path
             frozen = (model_shape.read("model.reference_path", path) if path else policy).policy
             sharded = footprint.Engine(frozen, policy.embedding, item, 3 if stage == 3 else 0, world_size)

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine import memory
+from engine import data, memory
 from engine.colocation import Colocation
 from engine.config import Config
 from engine.data import Prompt
 from engine.distributed import World
 from engine.generation.base import Generator
+from engine.source import Source
+from engine.split import SplitTraining
 from engine.training import models
 from engine.training.trainer import Trainer
+from engine.turns import Alternating, Overlapping, Turns
 
 if TYPE_CHECKING:
     from engine.generation.shared_weights import SharedWeights
@@ -29,25 +32,47 @@ def memory_plan(config: Config, world: World) -> memory.MemoryPlan:
     return memory.plan(config, world.size, size)
 
 
-def colocation(
+def turns(
     config: Config,
     path: str,
     world: World,
     plan: memory.MemoryPlan,
     prompts: Sequence[Prompt],
+    source: Source,
     say: Callable[[str], None],
-) -> Colocation:
-    """Sampler and trainer from the checkpoint at ``path``, their turn proved with the first prompts. Collective."""
-    return Colocation(
+) -> Turns:
+    """Trainer and sampler from the checkpoint at ``path``, as the run's schedule has them, their hand-over proved.
+
+    Collective over the training ranks.
+
+    Args:
+        prompts: the first ones are what the hand-over is proved with.
+        source: what to sample; of no use to a split run, whose sampler has its own.
+    """
+    probe = [prompt.ids for prompt in prompts[:PROBE_PROMPTS]]
+    tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
+    if config.generating_ranks:
+        return SplitTraining(config, world, _trainer(config, path, world, say), plan, (probe, tokens))
+    pair = Colocation(
         world,
         plan,
         lambda: memory_plan(_copying(config), world),
-        [prompt.ids for prompt in prompts[:PROBE_PROMPTS]],
-        tokens=min(PROBE_TOKENS, config.rollout.max_response_tokens),
+        probe,
+        tokens=tokens,
         build_generator=lambda plan, shared: _generator(config, path, world, plan, shared),
         build_trainer=lambda: _trainer(config, path, world, say),
         say=say,
     )
+    return Overlapping(pair, source, config.train.steps) if config.schedule.staleness else Alternating(pair, source)
+
+
+def sampler(config: Config, world: World, path: str) -> tuple[Generator, Source]:
+    """The sampler of a split run from the checkpoint at ``path``, and what it draws. Collective over its ranks."""
+    plan = memory_plan(config, world)
+    tokenizer = data.load_tokenizer(path)
+    prompts, held_out, _ = data.load(config, tokenizer)
+    generator = _generator(config, path, world, plan, None)
+    return generator, Source(config, tokenizer, prompts, held_out, rank=world.rank, size=world.size)
 
 
 def _copying(config: Config) -> Config:
@@ -82,7 +107,7 @@ def _trainer(config: Config, path: str, world: World, say: Callable[[str], None]
     checkpointing, dtype = config.model.gradient_checkpointing, getattr(torch, config.model.dtype)
     policy = models.load_policy(path, checkpointing, dtype)
     frozen = config.model.reference_path or path
-    reference = models.load_policy(frozen, dtype=dtype) if config.kl.coef > 0 else None
+    reference = models.load_policy(frozen, dtype=dtype) if config.has_reference else None
     value = None
     if config.algo == "ppo":
         value_path = config.model.value_path or path

@@ -211,7 +211,7 @@ class KL(Section):
     coef: NonNegative = Field(
         0.05,
         description="Weight of the KL penalty, per nat: in the reward, for GRPO in the loss; 0 runs without a "
-        "reference model",
+        "reference model. Online DPO has dpo.beta instead, BoK none",
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         None,
@@ -269,13 +269,25 @@ class GRPO(Section):
     )
 
 
+class DPO(Section):
+    """Online DPO's preference loss."""
+
+    beta: Annotated[float, Field(gt=0)] = Field(
+        0.1, description="Strength of the hold on the reference policy, per nat of log-ratio"
+    )
+    loss: Literal["sigmoid", "ipo", "hinge"] = Field("sigmoid", description="Loss of a pair's margin")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="Share of pairs taken to be labelled wrongly (with dpo.loss sigmoid)"
+    )
+
+
 class OffPolicy(Section):
     """Correction for the distance between the sampler's and the trainer's policy."""
 
     correction: bool | None = Field(
         None,
-        description="Truncated importance weights min(exp(old - behaviour), cap). Default: on when the sampler "
-        "computes in other numerics than the trainer",
+        description="Truncated importance weights min(exp(old - behaviour), cap) for PPO, RLOO and GRPO. Default: on "
+        "when samples are stale, or the sampler computes in other numerics than the trainer",
     )
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Largest importance weight")
 
@@ -283,10 +295,16 @@ class OffPolicy(Section):
 class Schedule(Section):
     """Who runs where, and how far generation may run ahead."""
 
-    placement: Literal["colocated"] = Field(
-        "colocated", description="Generation and training take turns on the same devices"
+    placement: Literal["colocated", "split"] = Field(
+        "colocated",
+        description="Generation and training on the same devices; or split, on ranks of their own: the last generate",
     )
-    staleness: Literal[0] = Field(0, description="Updates between sampling and training on a sample; 0 is synchronous")
+    staleness: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Most updates between sampling a batch and training on it: 0 is synchronous, 1 generates a batch "
+        "while the one before is trained on; colocated at most 1",
+    )
+    generators: Positive = Field(1, description="Ranks that generate in a split run; all others train")
 
 
 class Launch(Section):
@@ -304,12 +322,16 @@ class Launch(Section):
 
 
 class Eval(Section):
-    """Held-out evaluation, greedy."""
+    """Held-out evaluation, greedy unless a temperature is given."""
 
     every_steps: Annotated[int, Field(ge=0)] = Field(
         10, description="Evaluate every so many steps, and before and after training; 0 only before and after"
     )
     prompts: Positive = Field(512, description="Held-out prompts used, the first ones of the set")
+    samples_per_prompt: Positive = Field(
+        1, description="Responses to each prompt; from two on, whether any is right is measured as well (pass@k)"
+    )
+    temperature: NonNegative = Field(0.0, description="Sampling temperature of the evaluation; 0 is greedy")
 
 
 class Save(Section):
@@ -319,6 +341,7 @@ class Save(Section):
         50, description="Write a checkpoint every so many steps, and at the end; 0 only at the end"
     )
     keep: Positive = Field(1, description="Checkpoints kept besides the newest")
+    best: bool = Field(True, description="Keep the policy that did best on the held-out prompts, in the folder best")
     samples_per_step: Annotated[int, Field(ge=0)] = Field(
         8, description="Samples of each step written to samples.jsonl"
     )
@@ -327,7 +350,7 @@ class Save(Section):
 class Config(Section):
     """One run of Tandem."""
 
-    algo: Literal["ppo", "rloo", "grpo"] = Field("ppo", description="Algorithm")
+    algo: Literal["ppo", "rloo", "grpo", "online_dpo", "bok"] = Field("ppo", description="Algorithm")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Fixes prompts' order, sampling, minibatches and new weights"
     )
@@ -351,6 +374,7 @@ class Config(Section):
     ppo: PPO = Field(default_factory=PPO)
     rloo: RLOO = Field(default_factory=RLOO)
     grpo: GRPO = Field(default_factory=GRPO)
+    dpo: DPO = Field(default_factory=DPO)
     off_policy: OffPolicy = Field(default_factory=OffPolicy)
     schedule: Schedule = Field(default_factory=Schedule)
     launch: Launch = Field(default_factory=Launch)
@@ -375,7 +399,8 @@ class Config(Section):
             ConfigError: with one line for the first thing that is wrong and what to do about it.
         """
         self._check_sources()
-        self._check_batches(world_size)
+        self._check_schedule(world_size)
+        self._check_batches(world_size - self.generating_ranks)
         if self.generation.top_p != 1.0:
             raise ConfigError(
                 f"generation.top_p is {self.generation.top_p}, but training needs 1: truncated sampling biases the "
@@ -387,18 +412,26 @@ class Config(Section):
             )
         if self.kl.target is not None and self.kl.coef == 0:
             raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
-        if self.off_policy.correction is False and self.schedule.staleness > 0:
+        if self.kl.target is not None and not self.has_policy_ratio:
+            raise ConfigError(f"kl.target steers the KL penalty, and {self.algo} has none: leave it out")
+        if self.eval.samples_per_prompt > 1 and self.eval.temperature == 0:
+            raise ConfigError(
+                "eval.samples_per_prompt above 1 needs an eval.temperature above 0: greedy responses are all the same"
+            )
+        if self.off_policy.correction is False and self.schedule.staleness > 0 and self.has_policy_ratio:
             raise ConfigError("off_policy.correction cannot be off with schedule.staleness > 0")
-        if self.algo == "rloo" and self.rollout.samples_per_prompt < 2:
+        if self.off_policy.correction and not self.has_policy_ratio:
             raise ConfigError(
-                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but RLOO's baseline is the mean "
-                "reward of the other responses to the prompt: it needs at least 2"
+                f"off_policy.correction weighs a policy ratio, and {self.algo} has none: it learns from samples of any "
+                "policy as they are; leave it out"
             )
-        if self.algo == "grpo" and self.rollout.samples_per_prompt < 2:
+        if self.rollout.samples_per_prompt < self.least_group:
             raise ConfigError(
-                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but GRPO compares a response with "
-                "the others to its prompt: it needs at least 2"
+                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {self.algo} compares a response "
+                f"with the others to its prompt: it needs at least {self.least_group}"
             )
+        if self.dpo.label_smoothing and self.dpo.loss != "sigmoid":
+            raise ConfigError(f"dpo.label_smoothing goes with dpo.loss sigmoid, not {self.dpo.loss}: leave it out")
         if self.algo != "grpo" and self.kl.estimator not in (None, "k1"):
             raise ConfigError(
                 f"kl.estimator {self.kl.estimator} belongs into a loss, but {self.algo} has the KL in its reward: "
@@ -419,6 +452,38 @@ class Config(Section):
         if self.model.dtype == "float16" and device_type == "cpu":
             raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
 
+    def _check_schedule(self, world_size: int) -> None:
+        schedule, memory = self.schedule, self.memory
+        if schedule.placement == "split":
+            if world_size <= schedule.generators:
+                raise ConfigError(
+                    f"schedule.placement split needs ranks that train besides the {schedule.generators} that generate "
+                    f"(schedule.generators), and this run has {world_size} in all: set launch.ranks, or take fewer"
+                )
+            if self.rollout.prompts_per_step % schedule.generators:
+                raise ConfigError(
+                    f"rollout.prompts_per_step ({self.rollout.prompts_per_step}) must be a multiple of "
+                    f"schedule.generators ({schedule.generators})"
+                )
+        elif schedule.generators != 1:
+            raise ConfigError("schedule.generators goes with schedule.placement split: leave it out")
+        elif schedule.staleness > 1:
+            raise ConfigError(
+                f"schedule.staleness {schedule.staleness} needs schedule.placement split: on the same devices "
+                "generation can be one batch ahead at most"
+            )
+        elif schedule.staleness == 1:
+            for key, value, allowed in (
+                ("memory.sleep", memory.sleep, ("auto", "none")),
+                ("memory.offload", memory.offload, ("auto", "off")),
+                ("generation.tensor_parallel", self.generation.tensor_parallel, (1,)),
+            ):
+                if value not in allowed:
+                    raise ConfigError(
+                        f"{key} {value} does not go with schedule.staleness 1 on the same devices, where sampler and "
+                        "trainer are awake at once: leave it out, or take schedule.placement split"
+                    )
+
     def _check_sampler(self, world_size: int, device_type: str) -> None:
         generation = self.generation
         if generation.backend == "vllm" and generation.temperature < 0.01:
@@ -428,10 +493,11 @@ class Config(Section):
                 "generation.tensor_parallel joins ranks under one vLLM engine: leave it at 1, or take "
                 "generation.backend vllm"
             )
-        if world_size % generation.tensor_parallel:
+        samplers = self.generating_ranks or world_size
+        if samplers % generation.tensor_parallel:
             raise ConfigError(
                 f"generation.tensor_parallel ({generation.tensor_parallel}) must divide the number of ranks "
-                f"({world_size})"
+                f"that generate ({samplers})"
             )
         if self.memory.explain and device_type == "cpu":
             raise ConfigError("memory.explain is about GPUs and there is none here: say which by memory.gpu_gib")
@@ -480,12 +546,39 @@ class Config(Section):
                 f"split into {train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on "
                 f"{world_size} rank(s)"
             )
-        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        together = 2 if self.algo == "online_dpo" else 1
+        longest = together * (rollout.max_prompt_tokens + rollout.max_response_tokens)
         if train.tokens_per_microbatch < longest:
             raise ConfigError(
-                f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest sequence: "
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+                f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest "
+                f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}"
+                f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {longest}"
             )
+
+    @property
+    def generating_ranks(self) -> int:
+        """Ranks that only generate."""
+        return self.schedule.generators if self.schedule.placement == "split" else 0
+
+    @property
+    def has_policy_ratio(self) -> bool:
+        """True for the losses of a ratio of new to old policy, which off-policy samples bias."""
+        return self.algo in ("ppo", "rloo", "grpo")
+
+    @property
+    def least_group(self) -> int:
+        """Fewest scored responses to a prompt that the algorithm can learn from."""
+        return 2 if self.algo in ("rloo", "grpo", "online_dpo") else 1
+
+    @property
+    def has_reference(self) -> bool:
+        """True where the run holds a frozen reference policy: for a KL penalty, or for pairs."""
+        return self.algo == "online_dpo" or (self.kl.coef > 0 and self.algo != "bok")
+
+    @property
+    def eval_metric(self) -> str:
+        """What the best policy is chosen by."""
+        return "eval/accuracy" if self.has_verifier else "eval/reward"
 
     @property
     def has_verifier(self) -> bool:

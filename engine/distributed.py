@@ -1,4 +1,8 @@
-"""The ranks of a run: process group, device, and the few collectives the loop needs."""
+"""The ranks of a run: process groups, device, and the few collectives the loop needs.
+
+A split run has two sides, training ranks and, after them, generating ranks. Each has a process group of its own, which
+every library takes for the whole world; between them there is a link.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.link import Link
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among all ranks."""
+    """This process among all ranks, or in a split run among those of its side."""
 
     rank: int
     size: int
     device: torch.device
+    first: int = 0
+    """Number of the side's first process among all of the run's."""
+    link: Link | None = None
+    """To the other side, on the ranks that have part in it."""
 
     @property
     def main(self) -> bool:
         """True on the rank that writes files and talks to the person."""
-        return self.rank == 0
+        return self.process == 0
+
+    @property
+    def generates(self) -> bool:
+        """True on the generating side of a split run."""
+        return self.first > 0
+
+    @property
+    def process(self) -> int:
+        """This process's number among all of the run's."""
+        return self.first + self.rank
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elementwise sum over ranks, a new tensor on every rank."""
@@ -58,11 +78,16 @@ class World:
 
 
 @contextlib.contextmanager
-def joined(device_type: str, timeout_minutes: float) -> Iterator[World]:
+def joined(device_type: str, timeout_minutes: float, generators: int = 0) -> Iterator[World]:
     """Joins the process group for the time of a run and leaves the environment as it was.
 
     A process that nobody launched becomes rank 0 of 1. Collectives of CUDA tensors go through NCCL, all others through
     gloo. Must run before vLLM is built: it takes the process group it finds.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        timeout_minutes: how long one rank waits for another.
+        generators: how many of the ranks, the last ones, are the generating side of a split run.
     """
     environment = dict(os.environ)
     if "RANK" not in os.environ:
@@ -73,11 +98,13 @@ def joined(device_type: str, timeout_minutes: float) -> Iterator[World]:
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device_type == "cuda" else "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes)
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        if generators:
+            yield _side(backend, timeout, device, generators)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+            yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed and deepspeed.comm.is_initialized():
@@ -86,3 +113,20 @@ def joined(device_type: str, timeout_minutes: float) -> Iterator[World]:
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _side(backend: str, timeout: timedelta, device: torch.device, generators: int) -> World:
+    """Joins one side of a split run; the environment tells of that side alone, as libraries read it."""
+    store, process, processes = next(dist.rendezvous("env://", timeout=timeout))
+    trainers = processes - generators
+    generates = process >= trainers
+    first, size = (trainers, generators) if generates else (0, trainers)
+    side = dist.PrefixStore("generate" if generates else "train", store)
+    dist.init_process_group(backend, store=side, rank=process - first, world_size=size, timeout=timeout)
+    os.environ.update(RANK=str(process - first), WORLD_SIZE=str(size))
+    link = None
+    if generates or process == 0:
+        member = 1 + process - first if generates else 0
+        between = dist.PrefixStore("between", store)
+        link = Link(between, member=member, size=1 + generators, device=device, timeout=timeout)
+    return World(process - first, size, device, first, link)

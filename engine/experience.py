@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from algorithms import grpo, ppo, rloo
+from algorithms import bok, grpo, online_dpo, ppo, rloo
 from algorithms.base import Objective, Rollout, global_mean, kl_tokens, sequence_sums
 from engine.config import Config
 from engine.distributed import World
+from engine.rewards import RewardError
 from engine.sample import Sample
+from kernels.coefficients import LOG_RATIO_LIMIT
 
 
 def same_numerics(config: Config) -> bool:
@@ -22,21 +25,43 @@ def same_numerics(config: Config) -> bool:
 def recomputes_old(config: Config) -> bool:
     """True where the update needs the trainer's own log-probabilities from before its first step.
 
-    With one optimizer step and the same numerics the sampler's values are those; otherwise the trainer computes them.
+    With one optimizer step, the same numerics and fresh samples the sampler's values are those; otherwise the trainer
+    computes them.
     """
     several_steps = config.train.epochs_per_batch * config.train.minibatches_per_batch > 1
-    return several_steps or not same_numerics(config)
+    other_values = several_steps or not same_numerics(config) or config.schedule.staleness > 0
+    return config.has_policy_ratio and other_values
 
 
 def corrects(config: Config) -> bool:
     """True where tokens carry truncated importance weights min(exp(old - behaviour), cap)."""
+    if not config.has_policy_ratio:
+        return False
     chosen = config.off_policy.correction
-    return not same_numerics(config) if chosen is None else chosen
+    return not same_numerics(config) or config.schedule.staleness > 0 if chosen is None else chosen
+
+
+def usable(samples: Sequence[Sample], config: Config, world: World) -> list[Sample]:
+    """The samples that a reward was found for, of groups with as many of them as the algorithm compares.
+
+    Raises:
+        RewardError: there is none on any rank.
+    """
+    scored = [sample for sample in samples if sample.reward is not None]
+    members = Counter(sample.group_id for sample in scored)
+    kept = [sample for sample in scored if members[sample.group_id] >= config.least_group]
+    if not world.max(len(kept)):
+        raise RewardError(
+            f"{len(scored)} of {len(samples)} responses of a rollout batch got a reward, and no group has the "
+            f"{config.least_group} that {config.algo} needs: nothing is left to train on"
+        )
+    return kept
 
 
 def behaviour_logprobs(samples: Sequence[Sample]) -> Tensor:
     """[T] fp32 log-probabilities the sampler gave, in nats, responses end to end."""
-    return torch.cat([torch.from_numpy(sample.behaviour_logprobs) for sample in samples])
+    logprobs = [torch.from_numpy(sample.behaviour_logprobs) for sample in samples]
+    return torch.cat(logprobs) if logprobs else torch.empty(0)
 
 
 def rollout(
@@ -77,11 +102,37 @@ def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) ->
             mean=config.grpo.mean,
             reduce=world.sum,
         )
-    else:
+    elif config.algo == "rloo":
         result = rloo.objective(rollout, kl_coef=kl_coef, ratio=config.rloo.ratio, reduce=world.sum)
+    elif config.algo == "online_dpo":
+        result = online_dpo.objective(rollout, **config.dpo.model_dump(), reduce=world.sum)
+    else:
+        result = bok.objective(rollout, reduce=world.sum)
     if corrects(config):
         result.loss["is_cap"] = config.off_policy.cap
     return result
+
+
+def off_policy_metrics(
+    config: Config, samples: Sequence[Sample], old: Tensor, behaviour: Tensor, version: int, world: World
+) -> dict[str, float]:
+    """How old the samples are, and how far the policy has moved from the one that drew them, over all tokens.
+
+    Args:
+        old, behaviour: [T] fp32, nats; the ratios are those of the importance weights, before ``off_policy.cap``. An
+            algorithm without a ratio has none of them.
+        version: updates the policy has seen.
+    """
+    age = torch.tensor([float(version - sample.policy_version) for sample in samples])
+    staleness = {"off_policy/staleness": global_mean(age, world.sum)}
+    if not recomputes_old(config):
+        return staleness
+    ratio = (old - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return staleness | {
+        "off_policy/ratio_mean": global_mean(ratio, world.sum),
+        "off_policy/ratio_max": world.max(max(ratio.tolist(), default=0.0)),
+        "off_policy/capped_fraction": global_mean((ratio > config.off_policy.cap).float(), world.sum),
+    }
 
 
 def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified: bool) -> dict[str, float]:
@@ -93,7 +144,7 @@ def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified:
     result = {
         "reward/mean": global_mean(rollout.scores, world.sum),
         "rollout/response_tokens_mean": global_mean(lengths, world.sum),
-        "rollout/response_tokens_max": world.max(float(lengths.max())),
+        "rollout/response_tokens_max": world.max(max(lengths.tolist(), default=0.0)),
         "rollout/stopped_fraction": global_mean(1.0 - rollout.truncated.float(), world.sum),
     }
     if verified:
@@ -106,3 +157,20 @@ def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified:
         result["kl/ref_mean"] = global_mean(sequence_sums(kl, rollout.cu_seqlens), world.sum)
         result["kl/ref_token_mean"] = global_mean(kl, world.sum)
     return result
+
+
+def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) -> dict[str, float]:
+    """The mean score of this and all ranks' responses to the held-out prompts, a prompt's side by side.
+
+    With several responses a prompt also ``eval/pass@k``: the share of prompts with a right one among the k, or the mean
+    of their best scores.
+    """
+    scores = torch.tensor([one.reward_parts["score"] for one in samples if one.reward is not None])
+    found = {config.eval_metric: global_mean(scores, world.sum)}
+    if (k := config.eval.samples_per_prompt) > 1:
+        best = [
+            max((one.reward_parts["score"] for one in samples[i : i + k] if one.reward is not None), default=0.0)
+            for i in range(0, len(samples), k)
+        ]
+        found[f"eval/{'pass' if config.has_verifier else 'best'}@{k}"] = global_mean(torch.tensor(best), world.sum)
+    return found

@@ -45,7 +45,7 @@ def device_type(config: Config) -> str:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU or one on a CPU."""
+    """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU, or on a CPU as few as can be."""
     if is_rank():
         if not os.environ["WORLD_SIZE"].isdigit():
             raise ConfigError(
@@ -54,7 +54,7 @@ def world_size(config: Config) -> int:
         _check_local_rank(config)
         return int(os.environ["WORLD_SIZE"])
     gpus = visible_gpus() if device_type(config) == "cuda" else 0
-    ranks = config.launch.ranks or max(1, gpus)
+    ranks = config.launch.ranks or max(1, gpus, config.generating_ranks and config.generating_ranks + 1)
     if gpus and ranks > gpus:
         raise ConfigError(f"launch.ranks is {ranks}, but {gpus} GPU(s) are visible: one process a GPU")
     return ranks

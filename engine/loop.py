@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from engine import experience, rewards
+import torch
+from transformers.utils import logging as transformers_logging
+
+from engine import build, distributed, experience, launch, split
 from engine.config import Config
+from engine.distributed import World
 from engine.session import Session
 
 
-def train(config: Config, config_file: str | None) -> None:
+def run(config: Config, config_file: str | None) -> None:
+    """Joins the ranks; this one trains, or in a split run generates for those that do."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    generators = config.generating_ranks
+    with distributed.joined(launch.device_type(config), config.launch.timeout_minutes, generators) as world:
+        if world.generates:
+            split.generate(config, world, build.sampler)
+        else:
+            train(config, config_file, world)
+
+
+def train(config: Config, config_file: str | None, world: World) -> None:
     """Trains to ``train.steps``, from the start or from the newest checkpoint of ``config.resume``."""
-    with Session.open(config, config_file) as run:
+    with Session.open(config, config_file, world) as run:
         if run.state.step == 0:
             run.evaluate()
 
         while run.state.step < config.train.steps:
-            with run.phase("generate"):
-                samples = run.sample()
+            samples = run.sample()
             run.rest()
             with run.phase("reward"):
-                rewards.score(samples, run.reward_function, config)
+                samples = run.score(samples)
             with run.phase("old"):
                 behaviour = experience.behaviour_logprobs(samples)
                 old = (
@@ -27,8 +43,7 @@ def train(config: Config, config_file: str | None) -> None:
                     else behaviour
                 )
             with run.phase("ref"):
-                reference = run.trainer.reference
-                ref = run.trainer.logprobs(reference, samples) if reference else None
+                ref = run.trainer.reference_logprobs(samples)
             with run.phase("value"):
                 values, end_values = run.trainer.values(samples) if run.trainer.value else (None, None)
 
@@ -41,6 +56,7 @@ def train(config: Config, config_file: str | None) -> None:
                     {name: vector for name, vector in tokens.items() if vector is not None},
                     objective,
                     step=run.state.step,
+                    version=run.state.version,
                     train_policy=config.algo != "ppo" or run.state.step >= config.ppo.value_warmup_steps,
                 )
             run.state.version += 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from engine import cli, failures, launch, memory, state
 from engine.config import Config, ConfigError
@@ -18,7 +22,8 @@ NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "data.task", "data.path",
     "data.split", "data.shuffle", "data.prompt_column", "data.chat_template", "rollout.max_prompt_tokens",
-    "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
+    "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch", "schedule.placement",
+    "schedule.staleness", "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 
@@ -35,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if launch.is_rank():
         launch.die_with_launcher()
+        faulthandler.enable()  # a rank that a library ends by a signal says where it was
     try:
         config, options = cli.parse(argv)
         world_size, device_type = launch.world_size(config), launch.device_type(config)
@@ -62,9 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if world_size > 1 and not launch.is_rank():
             return launch.start_ranks(world_size, argv)
-        from engine.loop import train  # imports torch
+        from engine import loop  # imports torch
 
-        train(config, options.config)
+        loop.run(config, options.config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -127,5 +133,22 @@ def _check_packages(config: Config) -> None:
     raise ConfigError("the PyPI package 'kernels' collides with Tandem's own 'kernels': run pip uninstall kernels")
 
 
+def _leave(status: int) -> NoReturn:
+    """Ends this process without the interpreter's own clean-up: every file of the run is written and closed by now.
+
+    Threads of libraries (gloo's, a compiler's) may still be on their way out, and one that asks for the interpreter
+    while it is being taken down aborts the process: a finished run would then count as a failed one.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader has gone, or the caller had closed it
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    _leave(status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,31 +12,17 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from algorithms import kl_control
-from algorithms.base import Rollout, global_mean
-from engine import (
-    bootstrap,
-    build,
-    cli,
-    data,
-    distributed,
-    experience,
-    folder,
-    launch,
-    rewards,
-    rollout,
-    state,
-    weights,
-)
+from algorithms.base import Rollout
+from engine import bootstrap, build, cli, data, experience, folder, rewards, split, state, weights
 from engine.config import Config, ConfigError
 from engine.device_memory import Meter
 from engine.distributed import World
-from engine.generation.base import Generator, Sampling
 from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
 from engine.sample import Sample
+from engine.source import Source
 from engine.summary import summary
 from engine.training.trainer import Trainer
 
@@ -54,18 +41,21 @@ class Session:
             self.say(plan.table())
         path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
         self.tokenizer = data.load_tokenizer(path)
+        if world.link:
+            for rank in range(config.generating_ranks):
+                world.link.send(f"start-{rank}", split.Start(str(run_dir), path))
         prompts, self._held_out, notes = data.load(config, self.tokenizer)
         for note in notes:
             self.say(note)
-        self._prompts = data.PromptStream(prompts, config.seed, config.data.shuffle)
-        self._stops = rollout.stop_token_ids(self.tokenizer, config.generation.stop_tokens)
+        self._source = Source(config, self.tokenizer, prompts, self._held_out, rank=world.rank, size=world.size)
         vocabulary = AutoConfig.from_pretrained(path).vocab_size
         if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
             raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
-        self._turns = build.colocation(config, path, world, plan, prompts, self.say)
+        self._turns = build.turns(config, path, world, plan, prompts, self._source, self.say)
         self._meter = Meter(world.device)
 
-        self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=world.size)
+        ranks = world.size + config.generating_ranks
+        self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=ranks)
         if config.resume and (checkpoint := state.newest(run_dir)):
             self._turns.rest()
             self._turns.take_back()
@@ -76,41 +66,34 @@ class Session:
                 self.state.kl_coef = config.kl.coef
             self._turns.make_room()
             self._turns.hand_over(self.state.version)
+            self._turns.resume(state.in_flight(checkpoint, world), self.state.step, self.state.cursor)
             self.say(f"Resumed from {checkpoint}")
-        self._prompts.cursor = self.state.cursor
+        self._cursor = self.state.cursor
+        self._drawn = 0
         self._metric: float | None = None
         self._clock = self._step_started = time.perf_counter()
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, config: Config, config_file: str | None) -> Iterator[Session]:
-        """Joins the ranks and builds the run; on the way out the report is written, also for a crash."""
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        torch.manual_seed(config.seed)
-        with distributed.joined(launch.device_type(config), config.launch.timeout_minutes) as world:
-            run_dir = Path(world.broadcast(str(folder.locate(config, config_file)) if world.main else None))
-            with folder.recording(config, world, run_dir) as recorder:
-                session = cls(config, world, run_dir, recorder)
-                if world.main:
-                    folder.write_config(config, run_dir)
-                gc.collect()
-                gc.freeze()  # vLLM collects garbage before it sleeps: what stays anyway would take most of that time
-                try:
-                    yield session
-                finally:
-                    gc.unfreeze()
-                session.generator.close()
+    def open(cls, config: Config, config_file: str | None, world: World) -> Iterator[Session]:
+        """Builds the run on the training ranks; on the way out the report is written, also for a crash."""
+        run_dir = Path(world.broadcast(str(folder.locate(config, config_file)) if world.main else None))
+        with folder.recording(config, world, run_dir) as recorder:
+            session = cls(config, world, run_dir, recorder)
+            if world.main:
+                folder.write_config(config, run_dir)
+            gc.collect()
+            gc.freeze()  # vLLM collects garbage before it sleeps: what stays anyway would take most of that time
+            try:
+                yield session
+            finally:
+                gc.unfreeze()
+            session._turns.close()
 
     @property
     def trainer(self) -> Trainer:
         """The trained models."""
         return self._turns.trainer
-
-    @property
-    def generator(self) -> Generator:
-        """The sampler."""
-        return self._turns.generator
 
     def say(self, text: str) -> None:
         """Tells the person something; on rank 0."""
@@ -128,24 +111,20 @@ class Session:
         self._phases[name] += time.perf_counter() - started
 
     def sample(self) -> list[Sample]:
-        """Takes the step's prompts from the stream and samples this rank's share of the responses."""
-        config, world = self.config, self.world
+        """This rank's share of the step's rollout batch: sampled now, or waited for where the sampler runs ahead."""
         self._step_started = time.perf_counter()
         self._meter.start()
-        batch = self._prompts.take(config.rollout.prompts_per_step)
-        share = len(batch) // world.size
-        samples = rollout.sample(
-            batch[world.rank * share : (world.rank + 1) * share],
-            self.generator,
-            self.tokenizer,
-            self._sampling(config.generation.temperature),
-            samples_per_prompt=config.rollout.samples_per_prompt,
-            first_group=world.rank * share,
-            seed=config.seed,
-            step=self.state.step,
-        )
+        with self.phase(self._turns.phase):
+            batch = self._turns.sample(self.state.step)
         self._meter.stop("generate")
-        return samples
+        self._cursor = batch.cursor
+        return batch.samples
+
+    def score(self, samples: list[Sample]) -> list[Sample]:
+        """Gives the samples their rewards; those that can be trained on."""
+        rewards.score(samples, self.reward_function, self.config)
+        self._drawn = len(samples)
+        return experience.usable(samples, self.config, self.world)
 
     def rest(self) -> None:
         """Gives the sampler's turn to the trainer."""
@@ -173,6 +152,12 @@ class Session:
         seconds = time.perf_counter() - self._step_started
         tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
         metrics = experience.metrics(samples, batch, world, config.has_verifier) | metrics
+        trained = world.sum(torch.tensor([len(samples), self._drawn], dtype=torch.float64))
+        metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
+        behaviour = experience.behaviour_logprobs(samples)
+        metrics |= experience.off_policy_metrics(
+            config, samples, batch.old_logprobs, behaviour, current.version - 1, world
+        )
         if config.kl.coef:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None:
@@ -181,14 +166,15 @@ class Session:
             )
         current.step += 1
         current.episode += config.episodes_per_step
-        current.cursor = self._prompts.cursor
+        current.cursor = self._cursor
         current.seconds += self._lap()
         current.tokens += tokens
         metrics |= {
             "progress/episode": current.episode,
-            "progress/epoch": self._prompts.epoch,
+            "progress/epoch": self._source.epochs(current.cursor),
             "tokens_per_second": tokens / seconds,
             **self._meter.metrics(self._turns.plan, world),
+            **self._turns.metrics(seconds, self._phases.get("wait", 0.0)),
             "time/step": seconds,
             **{f"time/{name}": spent for name, spent in self._phases.items()},
         }
@@ -198,34 +184,25 @@ class Session:
             self._recorder.samples(current.step, [_row(one) for one in samples[: config.save.samples_per_step]])
 
     def evaluate(self) -> None:
-        """Greedy responses to the held-out prompts, if it is time."""
+        """Responses to the held-out prompts by the newest weights, if it is time; the best policy so far is kept."""
         config, current, every = self.config, self.state, self.config.eval.every_steps
         due = current.step in (0, config.train.steps) or (every and current.step % every == 0)
         if not self._held_out or not due:
             return
         with self.phase("eval"):
-            mine = self._held_out[self.world.rank :: self.world.size]
-            samples = rollout.sample(
-                mine,
-                self.generator,
-                self.tokenizer,
-                self._sampling(0.0),
-                samples_per_prompt=1,
-                first_group=0,
-                seed=0,
-                step=0,
-            )
+            samples = self._turns.held_out()
             rewards.score(samples, self.reward_function, config)
-        raw = torch.tensor([sample.reward_parts["score"] for sample in samples])
-        self._metric = global_mean(raw, self.world.sum)
+        metrics = experience.held_out_metrics(samples, config, self.world)
+        self._metric = metrics[config.eval_metric]
         if current.step == 0:
             current.metric_before = self._metric
-        current.best_metric = max(
-            self._metric, current.best_metric if current.best_metric is not None else self._metric
-        )
         if self._recorder:
-            name = "eval/accuracy" if config.has_verifier else "eval/reward"
-            self._recorder.evaluation(current.step, {name: self._metric})
+            self._recorder.evaluation(current.step, metrics)
+        if current.best_metric is None or self._metric > current.best_metric:
+            current.best_metric = self._metric
+            if config.save.best and current.step:
+                with self.phase("save"):
+                    self._export("best")
 
     def save(self) -> None:
         """Writes a checkpoint, if it is time."""
@@ -235,7 +212,8 @@ class Session:
                 if self._turns.plan.offload:
                     self._turns.rest()
                     self._turns.take_back()
-                state.save(self.run_dir, self.state, self.trainer, self.world, self.config.save.keep)
+                waiting = self._turns.in_flight()
+                state.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
                 if self._turns.plan.offload:
                     self._turns.make_room()
                     self._turns.hand_over(self.state.version)
@@ -245,14 +223,12 @@ class Session:
         config = self.config
         if self._metric is None:  # resumed after the last step
             self.evaluate()
-        model_dir = self.run_dir / "model"
         with self.phase("save"):
-            weights.export(self.trainer.policy, str(model_dir), write=self.world.main)
+            model_dir = self._export("model")
         self.state.seconds += self._lap()
         peak = self.world.max(self._meter.peak_gib)
         if not self._recorder:
             return
-        self.tokenizer.save_pretrained(model_dir)
         result = summary(config, self.state, self._metric, peak)
         self._recorder.close(result)
         go_on = [
@@ -267,8 +243,16 @@ class Session:
         last, self._clock = self._clock, time.perf_counter()
         return self._clock - last
 
-    def _sampling(self, temperature: float) -> Sampling:
-        return Sampling(self.config.rollout.max_response_tokens, temperature, self._stops)
+    def _export(self, name: str) -> Path:
+        """The policy as a Hugging Face folder of the run, in place of an older one of that name. Collective."""
+        final = self.run_dir / name
+        partial = final.with_name(f"partial-{name}")
+        weights.export(self.trainer.policy, str(partial), write=self.world.main)
+        if self.world.main:
+            self.tokenizer.save_pretrained(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        return final
 
 
 def _row(sample: Sample) -> dict[str, object]:

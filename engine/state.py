@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.distributed import World
+    from engine.source import Batch
     from engine.training.trainer import Trainer
 
 
@@ -52,10 +55,13 @@ def read(checkpoint: Path) -> OnlineTrainerState:
     return OnlineTrainerState(**json.loads((checkpoint / "state.json").read_text()))
 
 
-def save(run_dir: Path, state: OnlineTrainerState, trainer: Trainer, world: World, keep: int) -> Path:
+def save(
+    run_dir: Path, state: OnlineTrainerState, trainer: Trainer, waiting: Sequence[Batch], world: World, keep: int
+) -> Path:
     """Writes ``checkpoints/step-NNNNNN`` and removes all but the newest ``keep + 1``. Collective.
 
     The folder gets its name only when every rank has written its part: a kill at any moment leaves the last one good.
+    ``waiting`` are this rank's batches that are sampled and not yet trained on.
     """
     import torch
 
@@ -68,6 +74,7 @@ def save(run_dir: Path, state: OnlineTrainerState, trainer: Trainer, world: Worl
     for name, engine in trainer.engines.items():
         engine.save_checkpoint(str(partial), tag=name, save_latest=False)
     torch.save(_random_state(), partial / f"random-{world.rank}.pt")
+    torch.save(list(waiting), partial / f"in-flight-{world.rank}.pt")
     world.barrier()
     if world.main:
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
@@ -92,6 +99,14 @@ def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState
     trainer.apply_settings()
     _restore_random(torch.load(checkpoint / f"random-{world.rank}.pt", weights_only=False))
     return read(checkpoint)
+
+
+def in_flight(checkpoint: Path, world: World) -> list[Batch]:
+    """This rank's batches that were sampled and not yet trained on."""
+    import torch
+
+    batches: list[Batch] = torch.load(checkpoint / f"in-flight-{world.rank}.pt", weights_only=False)
+    return batches
 
 
 def _random_state() -> dict[str, object]:

@@ -37,6 +37,14 @@ def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tu
         yield from _gathered(bucket)
 
 
+def manifest(engine: DeepSpeedEngine, prefix: str = "model.") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and numbers of what ``full_weights`` yields, in its order; gathers nothing."""
+    return [
+        (name.removeprefix(prefix), tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
+        for name, parameter in engine.module.named_parameters()
+    ]
+
+
 def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """Joins the ranks' parts, which are equally long on all of them: the last ones are padded.
 

@@ -33,11 +33,12 @@ class FusedHead(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Tensor, loss: dict[str, Any] | None = None, **options: Any
     ) -> Any:
-        """``kernels.linear_policy_loss`` with the arguments in ``loss``, or without them ``kernels.linear_logprob``."""
+        """The loss that takes the arguments in ``loss``, of pairs or not; without any, ``kernels.linear_logprob``."""
         options.update(bias=self.bias, softcap=self.softcap)
         if loss is None:
             return kernels.linear_logprob(hidden, self.weight, targets, **options)
-        return tuple(kernels.linear_policy_loss(hidden, self.weight, targets, **loss, **options))
+        kernel: Any = kernels.linear_preference_loss if "pair_weights" in loss else kernels.linear_policy_loss
+        return tuple(kernel(hidden, self.weight, targets, **loss, **options))
 
 
 class Policy(nn.Module):
@@ -57,7 +58,8 @@ class Policy(nn.Module):
         """Runs the backbone and hands the R rows that predict a response token to the head.
 
         Returns:
-            without ``loss``: [R] fp32 log-probabilities in nats; with it: the tuple of ``kernels.PolicyLossOutput``.
+            without ``loss``: [R] fp32 log-probabilities in nats; with it: the tuple of ``kernels.PolicyLossOutput`` or
+            ``kernels.PreferenceLossOutput``.
         """
         hidden = _hidden(self.model, batch)[batch.rows]
         return self.model.get_output_embeddings()(hidden, batch.targets, loss, **options)

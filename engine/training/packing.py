@@ -28,7 +28,7 @@ class Microbatch:
     """One forward pass: S sequences of N tokens, R of which predict a response token."""
 
     indices: list[int]
-    """[S] which samples these are."""
+    """[S] which samples these are; empty if the pass does not count."""
     counts: bool
     """False for a pass that only keeps this rank in step with the others; its loss is multiplied by zero."""
     input_ids: Tensor
@@ -67,22 +67,28 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def microbatches(samples: Sequence[Sample], indices: Sequence[int], budget: int, world: World) -> list[Microbatch]:
-    """Packs ``samples[i] for i in indices`` into passes, equally many on every rank.
+def microbatches(samples: Sequence[Sample], units: Tensor, budget: int, world: World) -> list[Microbatch]:
+    """Packs samples into passes, equally many on every rank. A collective call.
 
-    A rank with fewer passes than another repeats its shortest sequence with ``counts=False``: ZeRO gathers and reduces
-    in every pass, so a missing one would leave the other ranks waiting. A collective call.
+    A rank with fewer passes than another, perhaps with nothing to train on, makes up for them with a placeholder and
+    ``counts=False``: ZeRO gathers and reduces in every pass, so a missing one would leave the other ranks waiting.
+
+    Args:
+        units: [U, n] which samples; those of a row stay side by side, in their order.
+        budget: tokens of a pass at most.
     """
-    groups = [[indices[i] for i in group] for group in fill([samples[i].length for i in indices], budget)]
-    passes = int(world.max(len(groups)))
-    shortest = min(indices, key=lambda i: samples[i].length)
-    batches = [_pack(samples, group, True, world.device) for group in groups]
-    batches += [_pack(samples, [shortest], False, world.device) for _ in range(passes - len(groups))]
-    return batches
+    rows = units.tolist()
+    groups = fill([sum(samples[i].length for i in row) for row in rows], budget)
+    chosen = [[i for unit in group for i in rows[unit]] for group in groups]
+    batches = [_pack([samples[i] for i in indices], indices, world.device) for indices in chosen]
+    missing = int(world.max(len(groups))) - len(groups)
+    return batches + [_pack([_PLACEHOLDER] * units.shape[1], [], world.device) for _ in range(missing)]
 
 
-def _pack(samples: Sequence[Sample], indices: list[int], counts: bool, device: torch.device) -> Microbatch:
-    chosen = [samples[i] for i in indices]
+_PLACEHOLDER = Sample(index=-1, group_id=-1, prompt_ids=[0], response_ids=[0])
+
+
+def _pack(chosen: Sequence[Sample], indices: list[int], device: torch.device) -> Microbatch:
     ids = [token for sample in chosen for token in (*sample.prompt_ids, *sample.response_ids)]
     lengths = torch.tensor([sample.length for sample in chosen])
     prompts = torch.tensor([len(sample.prompt_ids) for sample in chosen])
@@ -97,7 +103,7 @@ def _pack(samples: Sequence[Sample], indices: list[int], counts: bool, device: t
     zero = torch.zeros(1, dtype=torch.int64)
     return Microbatch(
         indices=indices,
-        counts=counts,
+        counts=bool(indices),
         input_ids=input_ids[None].to(device),
         position_ids=position[None].to(device),
         layout=Layout(

@@ -37,6 +37,8 @@ class TokenStore:
 
     def take(self, vector: Tensor, batch: Microbatch) -> Tensor:
         """The rows of a microbatch, in its order, on its device."""
+        if not batch.counts:
+            return vector.new_zeros(len(batch.rows)).to(batch.rows.device)
         parts = [vector[self._borders[i] : self._borders[i + 1]] for i in batch.indices]
         return torch.cat(parts).to(batch.rows.device)
 
@@ -44,6 +46,11 @@ class TokenStore:
         """Writes a microbatch's rows to their samples' places."""
         for i, part in zip(batch.indices, rows.split(batch.cu_seqlens.diff().tolist()), strict=True):
             vector[self._borders[i] : self._borders[i + 1]] = part
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """[R] int64 places of the tokens of some samples."""
+        parts = [torch.arange(self._borders[i], self._borders[i + 1]) for i in indices]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def empty(self) -> Tensor:
         """An fp32 vector for every response token; NaN, so that a forgotten one shows."""
@@ -118,6 +125,10 @@ class Trainer:
         """[T] fp32 log-probabilities, in nats, of every response token under a policy at the sampling temperature."""
         return self._forward(engine, samples, lambda batch: engine(batch, **self._head_options))
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> Tensor | None:
+        """The same of the frozen reference; None if the run has none."""
+        return None if self.reference is None else self.logprobs(self.reference, samples)
+
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """The value model's estimates: [T] before each response token, [B] after the last."""
         assert self.value is not None
@@ -138,7 +149,8 @@ class Trainer:
         store = TokenStore(samples)
         out = store.empty()
         engine.eval()
-        for batch in microbatches(samples, range(len(samples)), self.config.train.tokens_per_microbatch, self.world):
+        singles = torch.arange(len(samples))[:, None]
+        for batch in microbatches(samples, singles, self.config.train.tokens_per_microbatch, self.world):
             rows = forward(batch)
             if batch.counts:
                 store.put(out, batch, rows.float().cpu())
@@ -151,17 +163,21 @@ class Trainer:
         objective: Objective,
         *,
         step: int,
+        version: int,
         train_policy: bool = True,
     ) -> dict[str, float]:
         """One update on a rollout batch: epochs, minibatches (optimizer steps), microbatches.
+
+        A minibatch that has nothing to train on, on no rank, makes no optimizer step.
 
         Args:
             samples: this rank's samples.
             tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the
                 sampler's weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values``
-                with a value model; ``ref_logprobs`` where the loss has a ``kl_coef``.
-            objective: the algorithm's advantages, returns and loss.
+                with a value model; ``ref_logprobs`` where the loss has a ``kl_coef`` or compares pairs.
+            objective: the algorithm's units, advantages, returns and loss.
             step: rollout batches trained on before; with the run's seed it fixes the minibatches.
+            version: updates the policy has seen. Samples of an older one prove nothing about the sampler's weights.
             train_policy: False trains the value model alone.
 
         Returns:
@@ -174,9 +190,11 @@ class Trainer:
         train, averages = self.config.train, Averages(self.world)
         store = TokenStore(samples)
         sampler, measured = tokens.get("sampler_logprobs"), None
+        if any(sample.policy_version != version for sample in samples):
+            sampler = None
         if sampler is not None and experience.recomputes_old(self.config):
             self._check_gap(sampler, tokens["old_logprobs"], samples, step, averages)
-        elif sampler is not None:  # then the update is one step, and its own forward passes tell
+        elif sampler is not None:  # then the forward passes before the first optimizer step tell
             measured = store.empty()
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
@@ -184,12 +202,15 @@ class Trainer:
         for engine in self.engines.values():
             engine.train()
         for epoch in range(train.epochs_per_batch):
-            order = list(range(len(samples)))
+            order = list(range(len(objective.units)))
             random.Random(f"{self.config.seed}/{step}/{epoch}/{self.world.rank}").shuffle(order)
-            size = len(samples) // train.minibatches_per_batch
-            for start in range(0, len(samples), size):
-                batches = microbatches(samples, order[start : start + size], train.tokens_per_microbatch, self.world)
+            for number in range(train.minibatches_per_batch):
+                share = slice(*(len(order) * (number + i) // train.minibatches_per_batch for i in (0, 1)))
+                units = objective.units[order[share]]
+                batches = microbatches(samples, units, train.tokens_per_microbatch, self.world)
                 weights = self._normalised(batches, objective.normalise)
+                if weights is None:
+                    continue
                 losses = []
                 for batch, weight in zip(batches, weights, strict=True):
                     row = {name: store.take(vector, batch) for name, vector in tokens.items()}
@@ -204,7 +225,9 @@ class Trainer:
                     if self.value is not None:
                         self._value_backward(batch, weight, row, averages)
                 if sampler is not None and measured is not None:
-                    self._check_gap(sampler, measured, samples, step, averages)
+                    seen = store.rows(units.flatten().tolist())
+                    self._check_gap(sampler[seen], measured[seen], samples, step, averages)
+                    measured = None
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
                     self._step(self.policy, "policy", averages)
@@ -212,18 +235,24 @@ class Trainer:
                     self._step(self.value, "value", averages)
         return averages.means()
 
-    def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor]:
-        """Token weights of each microbatch: one over the global count of its minibatch.
+    def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor] | None:
+        """Weights of each microbatch's tokens or pairs: one over the global count of its minibatch; None if that is 0.
 
         They are multiplied by the number of ranks because DeepSpeed averages gradients over ranks.
         """
         weights = []
         for batch in batches:
             lengths = batch.cu_seqlens.diff().to(batch.rows.device)
-            weight = 1.0 / lengths if normalise == "sequence" else torch.ones_like(lengths, dtype=torch.float32)
-            weights.append(torch.repeat_interleave(weight, lengths) * batch.counts)
-        count = self.world.sum(torch.stack([w.double().sum() for w in weights]).sum())
-        return [(weight * (self.world.size / count)).float() for weight in weights]
+            if normalise == "pair":
+                weight = lengths.new_ones(len(lengths) // 2, dtype=torch.float32)
+            elif normalise == "sequence":
+                weight = torch.repeat_interleave(1.0 / lengths, lengths)
+            else:
+                weight = lengths.new_ones(len(batch.rows), dtype=torch.float32)
+            weights.append(weight * batch.counts)
+        counts = [weight.double().sum() for weight in weights]
+        count = float(self.world.sum(torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64)))
+        return [(weight * (self.world.size / count)).float() for weight in weights] if count else None
 
     def _policy_backward(
         self,
@@ -233,34 +262,51 @@ class Trainer:
         objective: Objective,
         averages: Averages,
     ) -> tuple[Tensor, Tensor]:
-        train, old = self.config.train, row.get("old_logprobs")
-        loss_arguments: dict[str, Any] = {
-            "advantages": row.get("advantages"),
-            "token_weights": weight,
-            "old_logprobs": old,
-            "clip_low": train.clip_low,
-            "clip_high": train.clip_high,
-            "entropy_coef": train.entropy_coef,
-            "cu_seqlens": batch.cu_seqlens,
-            **objective.loss,
-        }
-        if objective.loss.get("kl_coef"):
-            loss_arguments["ref_logprobs"] = row["ref_logprobs"]
-        if "is_cap" in objective.loss:
-            loss_arguments["behaviour_logprobs"] = row["sampler_logprobs"]
-        loss, logprobs, entropy, ratio, clipped, clamped = self.policy(batch, loss_arguments, **self._head_options)
-        self.policy.backward(loss, scale_wrt_gas=False)
-        rows = len(batch.rows) * batch.counts
-        averages.add("policy/entropy", entropy.sum() * batch.counts, rows)
-        averages.add("policy/ratio_mean", ratio.sum() * batch.counts, rows)
-        averages.add("policy/clip_fraction", clipped.sum() * batch.counts, rows)
-        averages.add("policy/clamp_fraction", clamped.sum() * batch.counts, rows)
+        old, counts = row.get("old_logprobs"), batch.counts
+        if objective.normalise == "pair":
+            arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
+        else:
+            arguments = self._policy_arguments(weight, row, objective.loss)
+        arguments["cu_seqlens"] = batch.cu_seqlens
+        outputs = self.policy(batch, arguments, **self._head_options)
+        self.policy.backward(outputs[0], scale_wrt_gas=False)
+        rows = len(batch.rows) * counts
+        if objective.normalise == "pair":
+            loss, logprobs, chosen, rejected, margins, entropy = outputs
+            pairs = len(margins) * counts
+            averages.add("policy/chosen_reward", chosen.sum() * counts, pairs)
+            averages.add("policy/rejected_reward", rejected.sum() * counts, pairs)
+            averages.add("policy/pair_accuracy", (margins > 0).sum() * counts, pairs)
+        else:
+            loss, logprobs, entropy, ratio, clipped, clamped = outputs
+            averages.add("policy/ratio_mean", ratio.sum() * counts, rows)
+            averages.add("policy/clip_fraction", clipped.sum() * counts, rows)
+            averages.add("policy/clamp_fraction", clamped.sum() * counts, rows)
+        averages.add("policy/entropy", entropy.sum() * counts, rows)
         if old is not None:
             change = old - logprobs
             k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
-            averages.add("policy/kl_old", k3.sum() * batch.counts, rows)
-            averages.add("policy/log_ratio_abs", change.abs().sum() * batch.counts, rows)
+            averages.add("policy/kl_old", k3.sum() * counts, rows)
+            averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
         return loss.detach(), logprobs
+
+    def _policy_arguments(self, weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any]) -> dict[str, Any]:
+        """What ``kernels.linear_policy_loss`` takes: its constants and the microbatch's rows."""
+        train = self.config.train
+        arguments: dict[str, Any] = {
+            "advantages": row.get("advantages"),
+            "token_weights": weight,
+            "old_logprobs": row.get("old_logprobs"),
+            "clip_low": train.clip_low,
+            "clip_high": train.clip_high,
+            "entropy_coef": train.entropy_coef,
+            **loss,
+        }
+        if loss.get("kl_coef"):
+            arguments["ref_logprobs"] = row["ref_logprobs"]
+        if "is_cap" in loss:
+            arguments["behaviour_logprobs"] = row["sampler_logprobs"]
+        return arguments
 
     def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
         assert self.value is not None

@@ -126,7 +126,7 @@ def test_packed_logprobs_equal_one_sequence_at_a_time(qwen: str, world: World) -
     samples = gradients.batch()
     policy = models.load_policy(qwen, dtype=torch.bfloat16).cuda()
     liger.patch(policy.model)
-    (micro,) = microbatches(samples, range(len(samples)), 1000, world)
+    (micro,) = microbatches(samples, torch.arange(len(samples))[:, None], 1000, world)
     with torch.no_grad():
         packed = policy(micro).split(micro.cu_seqlens.diff().tolist())
         for i, got in zip(micro.indices, packed, strict=True):
@@ -149,7 +149,7 @@ def test_liger_changes_one_model_and_not_its_numbers(qwen: str, world: World) ->
     assert vars(modeling_qwen2) == before
     own = [type(m).__name__ for m in patched.modules() if "forward" in vars(m)]
     assert {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"} <= set(own) and len(own) == 1 + 2 * 4
-    (micro,) = microbatches(gradients.batch(), range(gradients.EPISODES), 1000, world)
+    (micro,) = microbatches(gradients.batch(), torch.arange(gradients.EPISODES)[:, None], 1000, world)
     results = []
     for policy in (plain, patched):
         logprobs = policy(micro)

@@ -1,6 +1,6 @@
-"""Prints the update's gradients and metrics for one split of a fixed batch; started by test_trainer on 1 or 2 ranks.
+"""Writes the updates' gradients and metrics for one split of a fixed batch; started by test_trainer on 1 or 2 ranks.
 
-Usage: gradients.py MODEL ALGO ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
+Usage: gradients.py MODEL ALGO[,ALGO...] ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
 """
 
 import random
@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from engine import distributed, experience
+from engine import distributed, experience, weights
 from engine.config import Config
 from engine.sample import Sample
 from engine.training import models, zero
@@ -31,6 +31,7 @@ def batch(seed: int = 0) -> list[Sample]:
                 prompt_ids=[1] + [rng.randint(3, 14) for _ in range(rng.randint(2, 6))],
                 response_ids=[rng.randint(0, 14) for _ in range(length)],
                 reward=rng.random(),
+                policy_version=0,
                 behaviour_logprobs=np.array([-2 - rng.random() for _ in range(length)], np.float32),
                 finish_reason=rng.choice(["stop", "length"]),
             )
@@ -38,7 +39,16 @@ def batch(seed: int = 0) -> list[Sample]:
     return samples
 
 
-def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
+def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None:
+    zero.REDUCE_BUCKET = 20_000  # some matrices are larger, as real embeddings are
+    with distributed.joined("cpu", 5) as world:
+        results = {algo: one_update(model, algo, zero_stage, budget, world) for algo in algos.split(",")}
+        if world.main:
+            torch.save(results, out)
+
+
+def one_update(model: str, algo: str, zero_stage: int, budget: int, world: distributed.World) -> dict[str, object]:
+    """The gradients (ZeRO-0), metrics and new weights of an algorithm's update on this rank's share of the batch."""
     config = Config.model_validate(
         {
             "algo": algo,
@@ -54,40 +64,34 @@ def main(model: str, algo: str, zero_stage: int, budget: int, out: str) -> None:
             "ppo": {"value_coef": 1.0},
         }
     )
-    zero.REDUCE_BUCKET = 20_000  # some matrices are larger, as real embeddings are
-    with distributed.joined("cpu", 5) as world:
-        torch.manual_seed(0)
-        value = models.load_value(model)[0] if algo == "ppo" else None
-        if value is not None:
-            torch.nn.init.normal_(value.model.score.weight, std=0.1)
-        trainer = Trainer(
-            config, world, policy=models.load_policy(model), reference=models.load_policy(model), value=value
-        )
-        share = EPISODES // world.size
-        samples = batch()[world.rank * share : (world.rank + 1) * share]
-        captured: dict[str, list[torch.Tensor]] = {}
-        if zero_stage == 0:
-            for name, engine in trainer.engines.items():
-                parameters = list(engine.module.parameters())
-                engine.optimizer.register_step_pre_hook(
-                    lambda *_, name=name, parameters=parameters: captured.update(
-                        {name: [p.grad.clone() for p in parameters]}
-                    )
+    torch.manual_seed(0)
+    value = models.load_value(model)[0] if algo == "ppo" else None
+    if value is not None:
+        torch.nn.init.normal_(value.model.score.weight, std=0.1)
+    trainer = Trainer(config, world, policy=models.load_policy(model), reference=models.load_policy(model), value=value)
+    share = EPISODES // world.size
+    samples = batch()[world.rank * share : (world.rank + 1) * share]
+    captured: dict[str, list[torch.Tensor]] = {}
+    if zero_stage == 0:
+        for name, engine in trainer.engines.items():
+            parameters = list(engine.module.parameters())
+            engine.optimizer.register_step_pre_hook(
+                lambda *_, name=name, parameters=parameters: captured.update(
+                    {name: [p.grad.clone() for p in parameters]}
                 )
-        old = trainer.logprobs(trainer.policy, samples) + torch.tensor(0.05)
-        ref = trainer.logprobs(trainer.reference, samples) - torch.tensor(0.1)
-        values, ends = trainer.values(samples) if value is not None else (None, None)
-        rollout = experience.rollout(samples, old, ref, values, ends)
-        objective = experience.objective(config, rollout, 0.1, world)
-        tokens = {"old_logprobs": old, "sampler_logprobs": experience.behaviour_logprobs(samples)}
-        if values is not None:
-            tokens["old_values"] = values - 0.1
-        metrics = trainer.update(samples, tokens, objective, step=0)
-        from engine import weights
-
-        after = {name: {n: t.clone() for n, t in weights.full_weights(e)} for name, e in trainer.engines.items()}
-        if world.main:
-            torch.save({"gradients": captured, "metrics": metrics, "weights": after}, out)
+            )
+    old = trainer.logprobs(trainer.policy, samples) + torch.tensor(0.05)
+    behaviour = experience.behaviour_logprobs(samples)
+    ref = trainer.logprobs(trainer.reference, samples) + 0.1 * behaviour
+    values, ends = trainer.values(samples) if value is not None else (None, None)
+    rollout = experience.rollout(samples, old, ref, values, ends)
+    objective = experience.objective(config, rollout, 0.1, world)
+    tokens = {"old_logprobs": old, "ref_logprobs": ref, "sampler_logprobs": behaviour}
+    if values is not None:
+        tokens["old_values"] = values - 0.1
+    metrics = trainer.update(samples, tokens, objective, step=0, version=0)
+    after = {name: {n: t.clone() for n, t in weights.full_weights(e)} for name, e in trainer.engines.items()}
+    return {"gradients": captured, "metrics": metrics, "weights": after}
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_a_forward_pass_saves_what_is_predicted(family: str, checkpointing: bool
     policy = models.load_policy(str(tmp_path), checkpointing).to(dtype).train()
     assert shape.policy == sum(parameter.numel() for parameter in policy.parameters())
     samples = [Sample(index=i, group_id=i, prompt_ids=[1] * 32, response_ids=[2] * 32) for i in range(16)]
-    batch = microbatches(samples, range(16), 1024, World(0, 1, torch.device("cpu")))[0]
+    batch = microbatches(samples, torch.arange(16)[:, None], 1024, World(0, 1, torch.device("cpu")))[0]
     with Allocated() as memory:
         hidden = policy.model.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.layout

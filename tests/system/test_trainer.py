@@ -24,14 +24,24 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("algo", ["ppo", "rloo"])
-def test_gradients_do_not_depend_on_the_split(tiny_model: str, tmp_path: Path, algo: str) -> None:
-    """(1 x 8) = (8 x 1) = 2 ranks x (4 x 1), in fp32, for both models."""
-    results = []
-    for ranks, budget in ((1, 1000), (1, 16), (2, 16)):
-        out = tmp_path / f"{ranks}-{budget}.pt"
-        run_ranks(ranks, gradients.__file__, tiny_model, algo, "0", str(budget), str(out))
+ALGORITHMS = ("ppo", "rloo", "grpo", "online_dpo", "bok")
+
+
+@pytest.fixture(scope="module")
+def split(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """An update by each algorithm on the same eight episodes: in one pass, one unit at a time, and on two ranks."""
+    results, folder = [], tmp_path_factory.mktemp("split")
+    for ranks, budget in ((1, 1000), (1, 30), (2, 30)):
+        out = folder / f"{ranks}-{budget}.pt"
+        run_ranks(ranks, gradients.__file__, tiny_model, ",".join(ALGORITHMS), "0", str(budget), str(out))
         results.append(torch.load(out, weights_only=True))
+    return results
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_gradients_do_not_depend_on_the_split(tiny_model: str, split: list[dict], algo: str) -> None:
+    """(1 x 8) = (8 x 1) = 2 ranks x (4 x 1), in fp32, for both models."""
+    results = [result[algo] for result in split]
     whole = results[0]
     for name, expected in whole["gradients"].items():
         assert all(float(g.abs().max()) > 0 for g in expected), "every trainable parameter has a gradient"
@@ -51,7 +61,7 @@ def one_process(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> di
     """What an update on one rank under ZeRO-0 gives."""
     out = tmp_path_factory.mktemp("one") / "one.pt"
     run_ranks(1, gradients.__file__, tiny_model, "ppo", "0", "1000", str(out))
-    return torch.load(out, weights_only=True)
+    return torch.load(out, weights_only=True)["ppo"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -60,7 +70,7 @@ def test_zero_stages_on_two_ranks_agree_with_one_process(
 ) -> None:
     """The same weights after a step, gathered whole; microbatch counts are uneven between the ranks."""
     run_ranks(2, gradients.__file__, tiny_model, "ppo", str(stage), "16", str(tmp_path / "two.pt"))
-    one, two = one_process, torch.load(tmp_path / "two.pt", weights_only=True)
+    one, two = one_process, torch.load(tmp_path / "two.pt", weights_only=True)["ppo"]
     for name, expected in one["weights"].items():
         assert two["weights"][name].keys() == expected.keys()
         for key, want in expected.items():
@@ -104,7 +114,7 @@ def test_value_model_reads_the_right_positions(tiny_model: str, world: World) ->
     assert new_head and float(value.model.score.weight.detach().abs().max()) == 0.0
     torch.nn.init.normal_(value.model.score.weight)
     samples = gradients.batch()
-    (micro,) = microbatches(samples, range(len(samples)), 1000, world)
+    (micro,) = microbatches(samples, torch.arange(len(samples))[:, None], 1000, world)
     with torch.no_grad():
         rows, ends = value(micro)
         start = 0
@@ -137,7 +147,7 @@ def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: Wor
     rollout = experience.rollout(samples, old, None, None, None)
     objective = experience.objective(got.config, rollout, 0.0, world)
     tokens = {"old_logprobs": old, "sampler_logprobs": old}
-    metrics = got.update(samples, tokens, objective, step=0)
+    metrics = got.update(samples, tokens, objective, step=0, version=0)
     assert metrics["policy/log_ratio_abs"] < 5e-6  # fp32 rounding of differently shaped products
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=5e-6)
     assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
@@ -158,7 +168,7 @@ def test_gradient_norm_is_told_before_clipping(tiny_model: str, world: World, li
         one.reward *= 100
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    told = got.update(samples, {"old_logprobs": old}, objective, step=0)["policy/grad_norm"]
+    told = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)["policy/grad_norm"]
     assert told > 1.5, "a gradient with something to clip"
     assert applied == [pytest.approx(limit or told, rel=1e-4)]
 
@@ -176,10 +186,10 @@ def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World, miniba
     sampler[-1] += 0.05
     before = [p.detach().clone() for p in got.policy.module.parameters()]
     with pytest.raises(WeightsDisagreeError, match=r"step 8: .*version 41.*rank 0.*max_logprob_gap"):
-        got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler + 0.5}, objective, step=7)
+        got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler + 0.5}, objective, step=7, version=41)
     assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
     got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01}, train={"minibatches_per_batch": minibatches})
-    told = got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler}, objective, step=7)
+    told = got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler}, objective, step=7, version=41)
     assert told["weights/logprob_gap_mean"] == pytest.approx(0.005 + 0.05 / len(old), rel=1e-3)
     assert told["weights/logprob_gap_p999"] == pytest.approx(0.055, rel=1e-3)
 
@@ -193,7 +203,7 @@ def test_zero_advantages_give_zero_finite_gradients(tiny_model: str, world: Worl
     before = [p.detach().clone() for p in got.policy.module.parameters()]
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    metrics = got.update(samples, {"old_logprobs": old}, objective, step=0)
+    metrics = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)
     assert metrics["policy/grad_norm"] == 0.0 and metrics["policy/loss"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
 
@@ -202,7 +212,7 @@ def test_fully_masked_microbatch_has_a_graph_and_no_gradient(tiny_model: str, wo
     """What keeps a rank in step with the others: a zero loss, zero finite gradients, metrics of nothing."""
     got = trainer(tiny_model, world)
     samples = gradients.batch()
-    (micro,) = microbatches(samples, range(len(samples)), 1000, world)
+    (micro,) = microbatches(samples, torch.arange(len(samples))[:, None], 1000, world)
     masked = dataclasses.replace(micro, counts=False)
     ones = torch.ones(len(micro.rows))
     row = {"old_logprobs": -ones, "advantages": ones, "sampler_logprobs": -ones}
@@ -259,7 +269,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
             assert got.policy.module.model.is_gradient_checkpointing
         old = got.logprobs(got.policy, samples)
         objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-        norms.append(got.update(samples, {"old_logprobs": old}, objective, step=0)["policy/grad_norm"])
+        norms.append(got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)["policy/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
@@ -270,7 +280,7 @@ def test_dropout_is_off_however_a_model_keeps_it(tmp_path: Path, world: World) -
     shape = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 15}
     OPTForCausalLM(OPTConfig(dropout=0.5, word_embed_proj_dim=32, **shape)).save_pretrained(tmp_path)
     policy = models.load_policy(str(tmp_path)).train()
-    (micro,) = microbatches(gradients.batch(), range(gradients.EPISODES), 1000, world)
+    (micro,) = microbatches(gradients.batch(), torch.arange(gradients.EPISODES)[:, None], 1000, world)
     assert torch.equal(policy(micro), policy(micro))
 
 

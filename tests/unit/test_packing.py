@@ -57,7 +57,7 @@ def test_fill_refuses_what_cannot_fit() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_predict_exactly_the_response_tokens(seed: int) -> None:
     batch = samples(seed)
-    for micro in packing.microbatches(batch, range(len(batch)), 40, world()):
+    for micro in packing.microbatches(batch, torch.arange(len(batch))[:, None], 40, world()):
         expected_rows, expected_targets, start = [], [], 0
         for i in micro.indices:
             prompt, response = batch[i].prompt_ids, batch[i].response_ids
@@ -74,8 +74,8 @@ def test_rows_predict_exactly_the_response_tokens(seed: int) -> None:
 
 def test_ranks_make_equally_many_passes() -> None:
     batch = samples(0)
-    own = packing.microbatches(batch, range(20), 60, world())
-    padded = packing.microbatches(batch, range(20), 60, world(others=len(own) + 2))
+    own = packing.microbatches(batch, torch.arange(20)[:, None], 60, world())
+    padded = packing.microbatches(batch, torch.arange(20)[:, None], 60, world(others=len(own) + 2))
     assert [m.counts for m in padded] == [True] * len(own) + [False] * 2
 
 
@@ -100,6 +100,6 @@ def test_token_store_puts_rows_back() -> None:
     store = TokenStore(batch)
     vector = torch.arange(float(store.cu_seqlens[-1]))
     out = store.empty()
-    for micro in packing.microbatches(batch, range(len(batch)), 40, world()):
+    for micro in packing.microbatches(batch, torch.arange(len(batch))[:, None], 40, world()):
         store.put(out, micro, store.take(vector, micro))
     assert torch.equal(out, vector)

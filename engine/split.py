@@ -1,0 +1,247 @@
+"""Training and generation on ranks of their own: the paper's schedule (Noukhovitch et al. 2024, arXiv 2410.18252).
+
+The trainer is the one who decides. It sends the sampler one order at a time, each with new weights if there are any:
+to draw the batch of a step, which it may as soon as the policy is at most ``schedule.staleness`` updates behind the one
+that will be trained on that batch; to answer the held-out prompts; to stop. Orders are given between two updates, so
+weights are always of one version, and no batch is ever thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine import failures, weights
+from engine.colocation import HandOverError
+from engine.config import Config
+from engine.distributed import World
+from engine.generation.base import Generator, Request, Sampling
+from engine.link import Link, Manifest
+from engine.memory import MemoryPlan
+from engine.sample import Sample
+from engine.source import Batch, Source
+from engine.training.trainer import Trainer
+from engine.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the generating ranks have to know before they build the sampler."""
+
+    run_dir: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What all generating ranks do next; each is answered once, by the first of them."""
+
+    kind: Literal["batch", "held_out", "probe", "stop"]
+    version: int
+    """Of the weights to do it with."""
+    manifest: Manifest = ()
+    """Of the weights that follow the order; empty if the sampler has them."""
+    step: int = 0
+    cursor: int = 0
+    """For a batch: which, and where its prompts begin in the stream."""
+    probe: list[list[int]] = field(default_factory=list)
+    """For a probe: prompts to answer greedily."""
+    tokens: int = 0
+
+
+class SplitTraining(Turns):
+    """The training side.
+
+    Args:
+        trainer: with the same weights as the sampler begins with.
+        plan: of this side's memory.
+        probe: prompts that the hand-over is proved with, and how many greedy tokens each.
+
+    Raises:
+        HandOverError: the sampler's greedy tokens change by a hand-over of the weights it has.
+    """
+
+    def __init__(
+        self, config: Config, world: World, trainer: Trainer, plan: MemoryPlan, probe: tuple[list[list[int]], int]
+    ) -> None:
+        self._world, self.trainer, self.plan = world, trainer, plan
+        self._steps, self._staleness = config.train.steps, config.schedule.staleness
+        self._per_prompt = config.eval.samples_per_prompt
+        self._version = self._sampler_version = 0
+        self._step = self._cursor = 0  # of the next batch to be ordered
+        self._orders = 0
+        self._outstanding: Literal["batch", "held_out", "probe", "stop"] | None = None
+        self._drawn: dict[int, Batch] = {}
+        self._trained = 0.0
+        self._generate_seconds = self._idle_share = 0.0
+        self._prove(*probe)
+
+    @property
+    def _link(self) -> Link:
+        assert self._world.link is not None, "only rank 0 speaks to the other side"
+        return self._world.link
+
+    def _prove(self, probe: list[list[int]], tokens: int) -> None:
+        """The sampler's own weights, and then the trainer's, must give the same tokens."""
+        answers = []
+        for weights_first in (False, True):
+            self._order("probe", send=weights_first, probe=probe, tokens=tokens)
+            answers.append(self._world.broadcast(self._answer() if self._world.main else None))
+        if answers[0] != answers[1]:
+            raise HandOverError(
+                f"the sampler's greedy tokens changed over a hand-over of the same weights: {answers[0]} became "
+                f"{answers[1]}: set generation.backend hf"
+            )
+
+    def sample(self, step: int) -> Batch:
+        while True:
+            if self._world.main:
+                while self._outstanding and (step not in self._drawn or self._link.arrived(self._name)):
+                    self._answer()
+            # The sampler is idle: give it the next batch, if that may be drawn from this version already.
+            allowed = self._world.broadcast(
+                self._outstanding is None and self._step < self._steps and self._step - step <= self._staleness
+            )
+            if not allowed:
+                break
+            self._order("batch", step=self._step, cursor=self._cursor)
+        whole = self._world.broadcast(self._drawn.pop(step) if self._world.main else None)
+        busy = whole.seconds + whole.idle_seconds
+        self._generate_seconds, self._idle_share = whole.seconds, whole.idle_seconds / busy if busy else 0.0
+        share = len(whole.samples) // self._world.size
+        whole.samples = whole.samples[self._world.rank * share : (self._world.rank + 1) * share]
+        return whole
+
+    def _order(self, kind: Literal["batch", "held_out", "probe", "stop"], send: bool = False, **details: Any) -> None:
+        """Gives an order, and the weights if they are newer than the sampler's. Collective."""
+        send = send or self._sampler_version != self._version
+        self._orders += 1
+        if self._world.main:
+            manifest = weights.manifest(self.trainer.policy) if send else ()
+            self._link.send(f"order-{self._orders}", Order(kind, self._version, manifest, **details))
+            self._outstanding = kind
+        if send:
+            tensors = (tensor for _, tensor in weights.full_weights(self.trainer.policy))
+            if self._world.main:
+                self._link.send_tensors(tensors)
+            else:  # ZeRO-3 gathers on all ranks
+                for _ in tensors:
+                    pass
+            self._sampler_version = self._version
+
+    @property
+    def _name(self) -> str:
+        return f"answer-{self._orders}"
+
+    def _answer(self) -> Any:
+        """Waits for the answer to the last order, and keeps it if it is a batch; on rank 0."""
+        answer = self._link.receive(self._name)
+        if self._outstanding == "batch":
+            self._drawn[answer.step] = answer
+            self._step, self._cursor = answer.step + 1, answer.cursor
+        self._outstanding = None
+        return answer
+
+    def hand_over(self, version: int) -> None:
+        """The weights travel with the next order."""
+        self._version = version
+
+    def held_out(self) -> list[Sample]:
+        self._settle()
+        self._order("held_out")
+        samples: list[Sample] = self._world.broadcast(self._answer() if self._world.main else None)
+        prompts = len(samples) // self._per_prompt
+        start, end = (prompts * rank // self._world.size for rank in (self._world.rank, self._world.rank + 1))
+        return samples[start * self._per_prompt : end * self._per_prompt]
+
+    def _settle(self) -> None:
+        if self._world.main and self._outstanding:
+            self._answer()
+
+    def in_flight(self) -> list[Batch]:
+        self._settle()
+        return [self._drawn[step] for step in sorted(self._drawn)]
+
+    def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
+        self._drawn = {batch.step: batch for batch in batches}
+        last = batches[-1] if batches else None
+        self._step, self._cursor = (last.step + 1, last.cursor) if last else (step, cursor)
+
+    def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
+        return {
+            "idle/generate": self._idle_share,
+            "idle/train": waited / step_seconds,
+            "rollout/generate_seconds": self._generate_seconds,
+        }
+
+    def close(self) -> None:
+        self._settle()
+        self._order("stop")
+        if self._world.main:
+            self._answer()  # until then the other side needs the store
+
+
+def generate(config: Config, world: World, build: Callable[[Config, World, str], tuple[Generator, Source]]) -> None:
+    """The generating side: builds the sampler and follows orders until it is told to stop. Collective.
+
+    Args:
+        build: makes the sampler and its source from the model's folder.
+    """
+    assert world.link is not None
+    start: Start = world.link.receive(f"start-{world.rank}")
+    with _errors_left(Path(start.run_dir), world):
+        generator, source = build(config, world, start.model)
+        finished = time.perf_counter()
+        for number in _count():
+            order: Order = _receive(world, f"order-{number}")
+            idle = time.perf_counter() - finished
+            if order.manifest:
+                generator.renew(world.link.receive_tensors(order.manifest), order.version)
+            answer: Any = None
+            if order.kind == "batch":
+                answer = source.batch(generator, order.step, order.cursor)
+                answer.idle_seconds = idle
+                answer.samples = _gathered(world, answer.samples)
+            elif order.kind == "held_out":
+                answer = _gathered(world, source.held_out(generator))
+            elif order.kind == "probe":
+                requests = [Request(prompt, 0) for prompt in order.probe]
+                answer = [one.token_ids for one in generator.generate(requests, Sampling(order.tokens, 0.0, ()))]
+            finished = time.perf_counter()
+            if world.rank == 0:
+                world.link.send(f"answer-{number}", answer)
+            if order.kind == "stop":
+                break
+        generator.close()
+
+
+def _count() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def _receive(world: World, name: str) -> Any:
+    """The first generating rank's message, on all of them."""
+    assert world.link is not None
+    return world.broadcast(world.link.receive(name) if world.rank == 0 else None)
+
+
+def _gathered(world: World, samples: list[Sample]) -> list[Sample]:
+    return [sample for share in world.gather(samples) for sample in share]
+
+
+@contextmanager
+def _errors_left(run_dir: Path, world: World) -> Iterator[None]:
+    """Leaves this rank's error for rank 0 of the training side, which reports it."""
+    failures.clear(run_dir, world.process)
+    try:
+        yield
+    except Exception as error:
+        failures.leave(run_dir, world.process, error)
+        raise
