@@ -1,18 +1,22 @@
-"""The parts of the memory plan: what each model, pass and cache takes in each phase, under each arrangement."""
+"""The parts of the memory plan: what each model, pass and cache takes in each phase, under each arrangement.
+
+Sampler and trainer take turns on a GPU, are awake on it at once, or have GPUs of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
-from engine import footprint, launch, model_shape
+from engine import footprint, model_shape
 from engine.config import Config, ConfigError
 from engine.footprint import GIB
 from engine.model_shape import ModelShape
 
 Sleep = Literal["none", "kv", "level1", "level2"]
+Side = Literal["train", "generate"]
+"""``train``: the ranks that train and, unless others generate, sample too. ``generate``: those that only generate."""
 Parts = dict[str, int]
 """Bytes on one GPU, by what they hold."""
 
@@ -24,8 +28,6 @@ SHARED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose weights trainer and sampler can share."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads a vocabulary to a multiple of this; a padded embedding is not the trainer's."""
-FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""``engine.training.liger.ARCHITECTURES``, without importing torch."""
 ADVICE = {
     "activations": "lower train.tokens_per_microbatch or set model.gradient_checkpointing true",
     "loss head": "lower train.workspace_gib or train.tokens_per_microbatch",
@@ -34,6 +36,7 @@ ADVICE = {
 }
 """What to change for the largest part of what does not fit."""
 OTHER_ADVICE = "raise train.zero_stage, use more GPUs or take a smaller model"
+GENERATOR_ADVICE = "raise schedule.generators and generation.tensor_parallel, or lower generation.max_batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class Arrangement:
 
     sleep: Sleep
     offload: bool
-    generate: Parts
-    train: Parts
+    phases: dict[str, Parts]
+    """``generate`` and ``train``; one alone where sampler and trainer do not take turns."""
     kv_cache: int
     """Bytes."""
     host: int
@@ -55,6 +58,9 @@ class Budget:
     """What no arrangement changes."""
 
     config: Config
+    side: Side
+    samples: bool
+    """A sampler lives on these GPUs."""
     gpu_bytes: int
     engines: dict[str, footprint.Engine]
     """Trained models."""
@@ -76,44 +82,41 @@ class Budget:
     """Bytes of a block of the KV cache."""
 
     @classmethod
-    def of(cls, config: Config, world_size: int, gpu_bytes: int) -> Budget:
+    def of(cls, config: Config, world_size: int, gpu_bytes: int, side: Side) -> Budget:
         rollout, generation, memory = config.rollout, config.generation, config.memory
         item, stage, parallel = footprint.item_bytes(config), config.train.zero_stage, generation.tensor_parallel
+        ranks = config.generating_ranks if side == "generate" else world_size - config.generating_ranks
         policy = _policy_shape(config)
         if policy.heads % parallel:
             raise ConfigError(
                 f"generation.tensor_parallel ({parallel}) must divide the model's {policy.heads} attention heads"
             )
-        vllm = generation.backend == "vllm"
-        models = {"policy": (policy, policy.policy)}
-        if config.algo == "ppo":
-            path = config.model.value_path
-            shape = model_shape.read("model.value_path", path) if path else policy
-            models["value"] = (shape, shape.value)
+        vllm, samples = generation.backend == "vllm", side == "generate" or config.generating_ranks == 0
+        models = _trained(config, policy) if side == "train" else {}
         engines = {
-            name: footprint.Engine(count, shape.embedding, item, stage, world_size)
+            name: footprint.Engine(count, shape.embedding, item, stage, ranks)
             for name, (shape, count) in models.items()
         }
         always = {f"{name} weights": engine.weights for name, engine in engines.items()}
-        if config.has_reference:
-            path = config.model.reference_path
-            frozen = (model_shape.read("model.reference_path", path) if path else policy).policy
-            sharded = footprint.Engine(frozen, policy.embedding, item, 3 if stage == 3 else 0, world_size)
-            always["reference weights"] = sharded.weights
+        if side == "train":
+            for name, count in _frozen(config, policy).items():
+                sharded = footprint.Engine(count, policy.embedding, item, 3 if stage == 3 else 0, ranks)
+                always[name] = sharded.weights
         always["CUDA and libraries"] = footprint.PROCESS_BYTES
         if world_size > 1:
             always["NCCL"] = footprint.NCCL_BYTES
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-        sequences = min(generation.max_batch, config.episodes_per_step * parallel // world_size)
-        if vllm:
+        sequences = min(generation.max_batch, config.episodes_per_step * parallel // ranks)
+        if vllm and samples:
             always["vLLM buffers, CUDA graphs"] = footprint.VLLM_BYTES + footprint.GRAPH_BYTES_PER_LAYER * policy.layers
         wanted = footprint.kv_bytes(policy, item, parallel, sequences, longest)
         useful = min(wanted, int(USEFUL_KV_SHARE * gpu_bytes))
         least = footprint.kv_bytes(policy, item, parallel, 1, longest)
         if memory.kv_cache_gib:
-            useful = least = int(memory.kv_cache_gib * GIB)
+            wanted = useful = least = int(memory.kv_cache_gib * GIB)
         zero_copy = (
             vllm
+            and takes_turns(config)
             and memory.zero_copy == "auto"
             and memory.sleep in ("auto", "none", "kv")
             and stage < 3
@@ -122,24 +125,32 @@ class Budget:
             and policy.kind in SHARED_KINDS
             and policy.vocabulary % VOCABULARY_MULTIPLE == 0
         )
+        sampling = footprint.vllm_activations(policy, item, parallel, sequences, rollout.max_prompt_tokens)
+        if side == "generate":  # between two batches the trainer's tensors arrive, one at a time
+            sampling = max(sampling, item * policy.embedding)
         return cls(
             config=config,
+            side=side,
+            samples=samples,
             gpu_bytes=gpu_bytes,
             engines=engines,
             always=always,
-            training=_training(config, models, engines, world_size),
-            sampling=footprint.vllm_activations(policy, item, parallel, sequences, rollout.max_prompt_tokens),
-            sampler_weights=0 if zero_copy else item * -(-policy.policy // parallel),
+            training=footprint.training(config, models, engines, ranks) if engines else {},
+            sampling=sampling if samples else 0,
+            sampler_weights=item * -(-policy.policy // parallel) if samples and not zero_copy else 0,
             zero_copy=zero_copy,
-            wanted_kv=useful if memory.kv_cache_gib else wanted,
-            useful_kv=useful,
-            least_kv=least,
+            wanted_kv=wanted if samples else 0,
+            useful_kv=useful if samples else 0,
+            least_kv=least if samples else 0,
             block=footprint.VLLM_BLOCK * footprint.kv_bytes_per_token(policy, item, parallel),
         )
 
     def arrangements(self) -> Iterator[tuple[bool, Sleep]]:
         """What may be tried, cheapest first."""
         memory = self.config.memory
+        if not takes_turns(self.config):
+            yield False, "none"
+            return
         levels: tuple[Sleep, ...] = ("none", "kv") if self.zero_copy else ("none", "kv", "level2")
         if self.config.generation.backend != "vllm":
             levels = ("none",)
@@ -149,59 +160,94 @@ class Budget:
             for sleep in levels:
                 yield offload, sleep
 
-    def arranged(self, sleep: Sleep, offload: bool) -> Arrangement:
-        """The phases under an arrangement, with as much KV cache as fits, but no more than can be used."""
+    def arranged(self, sleep: Sleep, offload: bool, cache: int | None = None) -> Arrangement:
+        """The phases under an arrangement, with this KV cache or as much as fits, but no more than can be used."""
         vllm = self.config.generation.backend == "vllm"
         states = {f"{name} fp32 and AdamW": engine.states for name, engine in self.engines.items()}
-        buffers = {"ZeRO-3 buffers": sum(engine.buffers for engine in self.engines.values())}
+        trainer = states | {"ZeRO-3 buffers": sum(engine.buffers for engine in self.engines.values())}
         weights = {"vLLM weights" if vllm else "sampler's weights": self.sampler_weights}
-        generate = self.always | ({} if offload else states | buffers) | weights | {"sampling": self.sampling}
-        train = self.always | states | buffers | (weights if sleep in ("none", "kv") else {}) | self.training
-        awake = vllm and sleep == "none"  # the KV cache stays while training
-        train_room = self.capacity - sum(train.values())
-        room = self.capacity - sum(generate.values())
-        room = min(room, train_room) if awake else room if train_room >= 0 else 0
-        cache = max(0, min(room, self.wanted_kv) // self.block * self.block)
-        generate["KV cache"] = cache
-        if awake:
-            train["KV cache"] = cache
+        sampling = {"sampling": self.sampling}
+        if takes_turns(self.config):
+            phases = {
+                "generate": self.always | ({} if offload else trainer) | weights | sampling,
+                "train": self.always | trainer | (weights if sleep in ("none", "kv") else {}) | self.training,
+            }
+            holders = ("generate", "train") if vllm and sleep == "none" else ("generate",)
+        else:
+            phases = {self.side: self.always | trainer | weights | sampling | self.training}
+            holders = (self.side,)
+        if cache is None:
+            rooms = {name: self.capacity - sum(parts.values()) for name, parts in phases.items()}
+            room = min(rooms[name] for name in holders) if min(rooms.values()) >= 0 else 0
+            cache = min(room, self.wanted_kv) // self.block * self.block
+        for name in holders:
+            phases[name]["KV cache"] = cache
         host = (sum(states.values()) if offload else 0) + (self.sampler_weights if sleep == "level1" else 0)
-        generate, train = ({name: size for name, size in parts.items() if size} for parts in (generate, train))
-        return Arrangement(sleep, offload, generate, train, cache, host)
+        there = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+        return Arrangement(sleep, offload, there, cache, host)
 
     @property
     def capacity(self) -> int:
         """Bytes of a GPU that may be planned with."""
         return int((1 - RESERVE) * self.gpu_bytes)
 
+    @property
+    def at_once(self) -> bool:
+        """Sampler and trainer share these GPUs and do not take turns."""
+        return self.samples and self.side == "train" and not takes_turns(self.config)
+
     def choose(self) -> Arrangement:
         """The cheapest arrangement with a useful KV cache, or else the one with the largest.
 
         Raises:
-            ConfigError: training does not fit, or generating does not with a KV cache for one sequence.
+            ConfigError: training does not fit, or generating does not with a KV cache for one sequence; or both at once
+                do not with a useful one.
         """
         tried = []
         for offload, sleep in self.arrangements():
             tried.append(self.arranged(sleep, offload))
-            if tried[-1].kv_cache >= self.useful_kv // self.block * self.block:
+            if self._fits(tried[-1], self.useful_kv):
                 return tried[-1]
         best = max(tried, key=lambda one: one.kv_cache)
-        if best.kv_cache < self.least_kv // self.block * self.block:
-            self._refuse(tried[-1])
+        least = self.useful_kv if self.at_once else self.least_kv
+        if not self._fits(best, least):
+            self._refuse(self.arranged(tried[-1].sleep, tried[-1].offload, least))
         return best
 
-    def _refuse(self, last: Arrangement) -> None:
-        """Says what is missing where the most has made room."""
-        least = last.generate | {"KV cache": self.least_kv}
-        for name, parts in (("training", last.train), ("generating", least)):
-            missing = sum(parts.values()) - self.capacity
-            if missing > 0:
-                largest = max(parts, key=lambda part: parts[part])
-                raise ConfigError(
-                    f"the GPU is too small: {name} needs {gib(missing + self.capacity)} GiB, {gib(missing)} GiB more "
-                    f"than the {gib(self.capacity)} GiB there are for it; the largest part is '{largest}' with "
-                    f"{gib(parts[largest])} GiB: {ADVICE.get(largest, OTHER_ADVICE)}"
-                )
+    def _fits(self, one: Arrangement, cache: int) -> bool:
+        fullest = max(sum(parts.values()) for parts in one.phases.values())
+        return fullest <= self.capacity and one.kv_cache >= cache // self.block * self.block
+
+    def _refuse(self, least: Arrangement) -> None:
+        """Says what is missing where the most has made room, with the least KV cache that would do."""
+        for phase, parts in reversed(least.phases.items()):
+            needed = sum(parts.values())
+            missing = needed - self.capacity
+            if missing <= 0:
+                continue
+            largest = max(parts, key=lambda part: parts[part])
+            advice = f"the largest part is '{largest}' with {gib(parts[largest])} GiB: {self._advice(largest)}"
+            what = {"train": "training", "generate": "generating"}[phase]
+            if self.at_once:
+                what = "schedule.staleness 1 on the same GPUs has sampler and trainer awake at once and"
+                advice += "; or take schedule.placement split or schedule.staleness 0"
+            raise ConfigError(
+                f"the GPU is too small: {what} needs {gib(needed)} GiB, {gib(missing)} GiB more than the "
+                f"{gib(self.capacity)} GiB there are for it; {advice}"
+            )
+
+    def _advice(self, part: str) -> str:
+        """What makes a part smaller."""
+        if self.side == "generate" and part != "KV cache":
+            return GENERATOR_ADVICE
+        if self.at_once and part == "vLLM weights":  # it neither sleeps then nor is split over ranks
+            return OTHER_ADVICE
+        return ADVICE.get(part, OTHER_ADVICE)
+
+
+def takes_turns(config: Config) -> bool:
+    """True where sampler and trainer use the same GPUs one after the other, so that one can make room for the other."""
+    return config.generating_ranks == 0 and config.schedule.staleness == 0
 
 
 def gib(size: int) -> str:
@@ -217,52 +263,22 @@ def _policy_shape(config: Config) -> ModelShape:
     return model_shape.from_config(addition.model_config().to_dict())
 
 
-def _training(
-    config: Config,
-    models: dict[str, tuple[ModelShape, int]],
-    engines: dict[str, footprint.Engine],
-    world_size: int,
-) -> dict[str, int]:
-    """The transient parts of training at its fullest moment: in a backward pass, or in an optimizer step.
-
-    In each minibatch every microbatch passes through the policy, then through the value model; then both step.
-    """
-    train, rollout = config.train, config.rollout
-    episodes = config.episodes_per_step // world_size // train.minibatches_per_batch
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    tokens = min(train.tokens_per_microbatch, episodes * longest)
-    several = episodes * longest > train.tokens_per_microbatch
-    names = list(engines)
-    moments = []
-    for place, (name, engine) in enumerate(engines.items()):
-        shape = models[name][0]
-        one = footprint.Pass(shape, tokens, engine.item, config.model.gradient_checkpointing, _fused(shape))
-        before = names if several else names[:place]
-        gradients = sum(engines[other].accumulated for other in before)
-        head = kept = 0
-        if name == "policy":
-            head = one.head(train.workspace_gib * GIB, train.entropy_coef != 0)
-            kept = one.head_gradient if shape.tied else 0
-        moments += [
-            {
-                "gathered weights": engine.gathered,
-                "gradients": gradients,
-                "activations": one.activations,
-                "loss head": head,
-            },
-            {
-                "gathered weights": engine.gathered,
-                "gradients": gradients + engine.in_flight,
-                "activations": one.activations + one.backward,
-                "loss head": kept,
-            },
-            {"gradients": engine.step + sum(engines[other].accumulated for other in names[place + 1 :])},
-        ]
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    fullest["allocator"] = int(footprint.ALLOCATOR_SHARE * sum(fullest.values()))
-    return fullest
+def _trained(config: Config, policy: ModelShape) -> dict[str, tuple[ModelShape, int]]:
+    """Shape and parameters of the trained models."""
+    models = {"policy": (policy, policy.policy)}
+    if config.algo == "ppo":
+        path = config.model.value_path
+        shape = model_shape.read("model.value_path", path) if path else policy
+        models["value"] = (shape, shape.value)
+    return models
 
 
-def _fused(shape: ModelShape) -> bool:
-    """Whether Liger's kernels will run; a plan made where no GPU is takes them for installed where one is."""
-    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or launch.visible_gpus() == 0)
+def _frozen(config: Config, policy: ModelShape) -> dict[str, int]:
+    """Parameters of the models that only forward passes read, by the names of their parts."""
+    frozen = {}
+    if config.has_reference:
+        path = config.model.reference_path
+        frozen["reference weights"] = (model_shape.read("model.reference_path", path) if path else policy).policy
+    if config.reward.model:
+        frozen["reward model"] = model_shape.read("reward.model", config.reward.model).value
+    return frozen

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import data, memory
+from engine.budget import Side
 from engine.colocation import Colocation
 from engine.config import Config
 from engine.data import Prompt
 from engine.distributed import World
 from engine.generation.base import Generator
+from engine.proof import Proof
 from engine.source import Source
 from engine.split import SplitTraining
 from engine.training import models
@@ -26,10 +28,11 @@ PROBE_PROMPTS = 4
 PROBE_TOKENS = 16
 
 
-def memory_plan(config: Config, world: World) -> memory.MemoryPlan:
-    """The plan, the same on all ranks, for the smallest of their GPUs. Collective."""
+def memory_plans(config: Config, world: World) -> dict[Side, memory.MemoryPlan]:
+    """The run's plans, the same on all ranks of a side, for the smallest of their GPUs. Collective."""
     size = -int(world.max(-memory.gpu_bytes(config))) if world.device.type == "cuda" else 0
-    return memory.plan(config, world.size, size)
+    processes = world.first + world.size if world.generates else world.size + config.generating_ranks
+    return memory.plans(config, processes, size)
 
 
 def turns(
@@ -52,23 +55,25 @@ def turns(
     probe = [prompt.ids for prompt in prompts[:PROBE_PROMPTS]]
     tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
     if config.generating_ranks:
-        return SplitTraining(config, world, _trainer(config, path, world, say), plan, (probe, tokens))
+        return SplitTraining(config, world, _trainer(config, path, world, say), plan, probe, tokens)
     pair = Colocation(
         world,
         plan,
-        lambda: memory_plan(_copying(config), world),
+        lambda: memory_plans(_copying(config), world)["train"],
         probe,
         tokens=tokens,
         build_generator=lambda plan, shared: _generator(config, path, world, plan, shared),
         build_trainer=lambda: _trainer(config, path, world, say),
         say=say,
     )
-    return Overlapping(pair, source, config.train.steps) if config.schedule.staleness else Alternating(pair, source)
+    if config.schedule.staleness == 0:
+        return Alternating(pair, source)
+    return Overlapping(pair, source, Proof(probe, pair.answers, config.generation.max_logprob_gap), config.train.steps)
 
 
 def sampler(config: Config, world: World, path: str) -> tuple[Generator, Source]:
     """The sampler of a split run from the checkpoint at ``path``, and what it draws. Collective over its ranks."""
-    plan = memory_plan(config, world)
+    plan = memory_plans(config, world)["generate"]
     tokenizer = data.load_tokenizer(path)
     prompts, held_out, _ = data.load(config, tokenizer)
     generator = _generator(config, path, world, plan, None)
@@ -93,7 +98,7 @@ def _generator(
     return VLLMGenerator(
         path,
         dtype=config.model.dtype,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens + 1,  # for the one of a proof
         max_num_seqs=generation.max_batch,
         seed=config.seed,
         kv_cache_bytes=plan.kv_cache_bytes,

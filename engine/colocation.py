@@ -58,6 +58,7 @@ class Colocation:
     ) -> None:
         self.plan, self._world, self._say, self._build_generator = plan, world, say, build_generator
         self._probe = [Request(prompt, 0) for prompt in prompts], Sampling(tokens, 0.0, ())
+        self.answers: list[list[int]] = []  # the first policy's greedy tokens to the prompts
         if plan.zero_copy:
             self.trainer = build_trainer()
             shared = self._shared_weights(copying_plan)
@@ -105,7 +106,7 @@ class Colocation:
     def _prove(self, before: list[list[int]]) -> None:
         self.make_room()
         self.hand_over(0)
-        after = self._greedy()
+        self.answers = after = self._greedy()
         if not self._world.max(after != before):
             return
         changed = [f"{old} became {new}" for old, new in zip(before, after, strict=True) if old != new]

@@ -86,16 +86,45 @@ class Data(Section):
 
 
 class Reward(Section):
-    """What a response is worth. With an embedded task, its verifier unless given here."""
+    """What a response is worth: a function, a reward model, a server, or the sum of several. Default: the verifier of
+    the embedded task."""
 
     function: str | None = Field(
         None,
         description="Python reward: 'module:function' or 'file.py:function', called with keyword lists prompts, "
-        "completions, completion_ids and the data set's columns; returns a list of floats",
+        "completions, prompt_ids, completion_ids and the data set's columns; returns for each response a float, or "
+        "None to drop it; may be async",
+    )
+    model: Path | None = Field(
+        None,
+        description="Reward model: a Hugging Face sequence classifier with one label, a folder or hub name. Reads the "
+        "policy's tokens if it has the same vocabulary, else the text",
+    )
+    url: str | None = Field(
+        None,
+        description="Reward server: is sent JSON with lists prompts, completions and the data set's columns, answers "
+        '{"scores": [...]} with for each response a number, or null to drop it',
+    )
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Factors of the sources in the sum, such as {function: 1, model: 0.5}. Default: 1 each",
+    )
+    batch_size: Positive = Field(64, description="Responses in one request to reward.url")
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="How long reward.url may stay silent before a request counts as failed"
     )
     clip: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Clip the score of a response to [-clip, clip], in units of reward. Default: no clipping"
     )
+    scale: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Factor on the score of a response, after reward.clip and before rollout.missing_eos_*"
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        """The keys of the sources that are given."""
+        given = {"function": self.function, "model": self.model, "url": self.url}
+        return [name for name, value in given.items() if value is not None]
 
 
 class Rollout(Section):
@@ -460,6 +489,7 @@ class Config(Section):
                     f"schedule.placement split needs ranks that train besides the {schedule.generators} that generate "
                     f"(schedule.generators), and this run has {world_size} in all: set launch.ranks, or take fewer"
                 )
+            self._check_awake("with schedule.placement split, where nobody makes room for anybody")
             if self.rollout.prompts_per_step % schedule.generators:
                 raise ConfigError(
                     f"rollout.prompts_per_step ({self.rollout.prompts_per_step}) must be a multiple of "
@@ -473,16 +503,24 @@ class Config(Section):
                 "generation can be one batch ahead at most"
             )
         elif schedule.staleness == 1:
-            for key, value, allowed in (
-                ("memory.sleep", memory.sleep, ("auto", "none")),
-                ("memory.offload", memory.offload, ("auto", "off")),
-                ("generation.tensor_parallel", self.generation.tensor_parallel, (1,)),
-            ):
-                if value not in allowed:
-                    raise ConfigError(
-                        f"{key} {value} does not go with schedule.staleness 1 on the same devices, where sampler and "
-                        "trainer are awake at once: leave it out, or take schedule.placement split"
-                    )
+            self._check_awake(
+                "with schedule.staleness 1 on the same devices, where sampler and trainer are awake at once (or take "
+                "schedule.placement split)"
+            )
+            if self.generation.tensor_parallel > 1:
+                raise ConfigError(
+                    "generation.tensor_parallel above 1 does not go with schedule.staleness 1 on the same devices: "
+                    "leave it out, or take schedule.placement split"
+                )
+
+    def _check_awake(self, where: str) -> None:
+        memory = self.memory
+        for key, value, allowed in (
+            ("memory.sleep", memory.sleep, ("auto", "none")),
+            ("memory.offload", memory.offload, ("auto", "off")),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{key} {value} does not go {where}: leave it out")
 
     def _check_sampler(self, world_size: int, device_type: str) -> None:
         generation = self.generation
@@ -512,8 +550,15 @@ class Config(Section):
             raise ConfigError(
                 "model.path is missing: only an embedded task (data.task) has a starting model of its own"
             )
-        if data.task is None and reward.function is None:
-            raise ConfigError("reward.function is missing: only an embedded task (data.task) has a verifier of its own")
+        if data.task is None and not reward.sources:
+            raise ConfigError(
+                "reward.function, reward.model or reward.url is missing: only an embedded task (data.task) has a "
+                "verifier of its own"
+            )
+        if unused := [name for name in reward.weights if name not in reward.sources]:
+            raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
+        if reward.url is not None and not reward.url.startswith(("http://", "https://")):
+            raise ConfigError(f"reward.url '{reward.url}' must start with http:// or https://")
         if reward.function is not None and reward.function.count(":") != 1:
             raise ConfigError(f"reward.function '{reward.function}' must read 'module:function' or 'file.py:function'")
         if reward.function is not None and (file := reward.function.split(":")[0]).endswith(".py"):
@@ -529,6 +574,7 @@ class Config(Section):
             ("model.path", self.model.path),
             ("model.value_path", self.model.value_path),
             ("model.reference_path", self.model.reference_path),
+            ("reward.model", reward.model),
         ):
             if path is not None and path.startswith((".", "/")):
                 _must_exist(key, path)
@@ -583,7 +629,7 @@ class Config(Section):
     @property
     def has_verifier(self) -> bool:
         """True where scores are 0 or 1, right or wrong: the embedded task's own."""
-        return self.reward.function is None
+        return not self.reward.sources
 
     @property
     def episodes_per_step(self) -> int:
@@ -607,8 +653,12 @@ class Config(Section):
         ranks = f"on {world_size} rank{'s' if world_size > 1 else ''}: {self.episodes_per_step // world_size} each"
         minibatch = self.episodes_per_step // t.minibatches_per_batch
         updates = t.epochs_per_batch * t.minibatches_per_batch
+        where = f"on {self.generating_ranks} rank(s) of their own" if self.generating_ranks else "by a thread"
+        ahead = f"batches are sampled {where}, at most {self.schedule.staleness} update(s) before they are trained on"
+        overlaps = self.generating_ranks or self.schedule.staleness
         return "\n".join(
             [
+                *([f"schedule {ahead}"] if overlaps else []),
                 f"step     {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = "
                 f"{self.episodes_per_step} episodes ({ranks})",
                 f"update   {t.epochs_per_batch} epoch(s) x {t.minibatches_per_batch} minibatch(es) of {minibatch} "

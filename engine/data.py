@@ -61,11 +61,14 @@ class PromptStream:
         return self._order[1]
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name, of the class its own files name.
 
     ``AutoTokenizer`` picks a class by the model's type where it knows one, and a tokenizer of the wrong class encodes
     every text to nothing; a folder that says its tokenizer is a plain ``tokenizers`` one is believed.
+
+    Args:
+        key: the setting that named it, for messages.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -75,7 +78,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}' has no tokenizer to load: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {str(error).splitlines()[0]}") from error
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from engine import launch
 from engine.config import Config
 from engine.model_shape import ModelShape
 
@@ -44,6 +46,8 @@ ENTROPY_BYTES_PER_LOGIT = 4
 """The loss head keeps exp(z) in fp32 rather than 16 bits where the entropy or a soft cap changes the gradient."""
 SCAN_TILE = 256
 """Columns of the loss head's scan that share a row's statistics, 8 bytes; a row has 96 bytes more."""
+FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""``engine.training.liger.ARCHITECTURES``, without importing torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,57 @@ class Pass:
     def head_gradient(self) -> int:
         """dW."""
         return self.item * self.shape.embedding
+
+
+def training(
+    config: Config,
+    models: dict[str, tuple[ModelShape, int]],
+    engines: dict[str, Engine],
+    ranks: int,
+) -> dict[str, int]:
+    """The transient parts of training at its fullest moment: in a backward pass, or in an optimizer step.
+
+    In each minibatch every microbatch passes through the policy, then through the value model; then both step.
+    """
+    train, rollout = config.train, config.rollout
+    episodes = config.episodes_per_step // ranks // train.minibatches_per_batch
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    tokens = min(train.tokens_per_microbatch, episodes * longest)
+    several = episodes * longest > train.tokens_per_microbatch
+    names = list(engines)
+    moments = []
+    for place, (name, engine) in enumerate(engines.items()):
+        shape = models[name][0]
+        one = Pass(shape, tokens, engine.item, config.model.gradient_checkpointing, _fused(shape))
+        before = names if several else names[:place]
+        gradients = sum(engines[other].accumulated for other in before)
+        head = kept = 0
+        if name == "policy":
+            head = one.head(train.workspace_gib * GIB, train.entropy_coef != 0)
+            kept = one.head_gradient if shape.tied else 0
+        moments += [
+            {
+                "gathered weights": engine.gathered,
+                "gradients": gradients,
+                "activations": one.activations,
+                "loss head": head,
+            },
+            {
+                "gathered weights": engine.gathered,
+                "gradients": gradients + engine.in_flight,
+                "activations": one.activations + one.backward,
+                "loss head": kept,
+            },
+            {"gradients": engine.step + sum(engines[other].accumulated for other in names[place + 1 :])},
+        ]
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    fullest["allocator"] = int(ALLOCATOR_SHARE * sum(fullest.values()))
+    return fullest
+
+
+def _fused(shape: ModelShape) -> bool:
+    """Whether Liger's kernels will run; a plan made where no GPU is takes them for installed where one is."""
+    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or launch.visible_gpus() == 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, item: int, tensor_parallel: int) -> int:

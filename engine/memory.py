@@ -2,7 +2,8 @@
 
 Made from the configuration and the model's sizes before anything loads. It prefers the cheapest arrangement that leaves
 the sampler a useful KV cache: nothing sleeps; the KV cache; vLLM's weights too (level 2); and then all of these again
-with the optimizer states in host memory while generating.
+with the optimizer states in host memory while generating. With generation one batch ahead on the same GPUs everything
+is awake at once. A split run has a plan for each side; there and one batch ahead nothing sleeps or is shared.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import subprocess
 from dataclasses import dataclass, field
 
-from engine.budget import Budget, Parts, Sleep, gib
+from engine.budget import Budget, Parts, Side, Sleep, gib, takes_turns
 from engine.config import Config, ConfigError
 from engine.footprint import GIB
 
@@ -42,7 +43,8 @@ class MemoryPlan:
     kv_cache_bytes: int
     """On each rank."""
     phases: dict[str, Phase] = field(default_factory=dict)
-    """``generate`` and ``train``."""
+    """``generate`` and ``train``; ``train`` alone where both happen at once, or on GPUs that only train; ``generate``
+    alone on those that only generate."""
     gpu_bytes: int = 0
     wanted_kv_bytes: int = 0
     """KV cache with room for every sequence that may be sampled at a time."""
@@ -87,6 +89,12 @@ class MemoryPlan:
             "level1": "vLLM sleeps while training, its weights in host memory (level 1)",
             "level2": "vLLM sleeps while training, its weights dropped (level 2)",
         }[self.sleep]
+        if "generate" not in self.phases and not self.wanted_kv_bytes:
+            return f"only training here: {sleeps}"
+        if "train" not in self.phases:
+            sleeps = f"only generation here: {sleeps}"
+        elif "generate" not in self.phases:
+            sleeps = f"generation and training at the same time: {sleeps}, the sampler has weights of its own"
         shared = ["one copy of the weights for trainer and sampler"] if self.zero_copy else []
         offload = ["optimizer states in host memory while generating"] if self.offload else []
         share = min(1.0, self.kv_cache_bytes / max(1, self.wanted_kv_bytes))
@@ -118,12 +126,19 @@ def gpu_bytes(config: Config) -> int:
     return min(there, limit or there)
 
 
-def plan(config: Config, world_size: int, gpu_bytes: int) -> MemoryPlan:
+def plans(config: Config, world_size: int, gpu_bytes: int) -> dict[Side, MemoryPlan]:
+    """The plans of a run, as ``plan`` makes them: for the ranks that train, and for those that only generate."""
+    sides: tuple[Side, ...] = ("train", "generate") if config.generating_ranks else ("train",)
+    return {side: plan(config, world_size, gpu_bytes, side) for side in sides}
+
+
+def plan(config: Config, world_size: int, gpu_bytes: int, side: Side = "train") -> MemoryPlan:
     """Predicts each phase and decides.
 
     Args:
-        world_size: ranks of the run, one a GPU.
+        world_size: ranks of the whole run, one a GPU.
         gpu_bytes: of each GPU; 0 for a run on the CPU, where nothing is predicted.
+        side: ``generate`` for the ranks of a split run that generate.
 
     Raises:
         ConfigError: it does not fit whatever sleeps: names the phase, the missing bytes, the largest part and what to
@@ -131,9 +146,10 @@ def plan(config: Config, world_size: int, gpu_bytes: int) -> MemoryPlan:
     """
     memory = config.memory
     if gpu_bytes == 0:
-        sleep: Sleep = "none" if memory.sleep == "auto" else memory.sleep
-        return MemoryPlan(sleep, memory.offload == "on", False, int((memory.kv_cache_gib or 1.0) * GIB))
-    budget = Budget.of(config, world_size, gpu_bytes)
+        turns = takes_turns(config)
+        sleep: Sleep = "none" if memory.sleep == "auto" or not turns else memory.sleep
+        return MemoryPlan(sleep, turns and memory.offload == "on", False, int((memory.kv_cache_gib or 1.0) * GIB))
+    budget = Budget.of(config, world_size, gpu_bytes, side)
     best = budget.choose()
     if config.generation.backend == "vllm" and best.sleep != "none":
         _refuse_expandable_segments()
@@ -142,12 +158,23 @@ def plan(config: Config, world_size: int, gpu_bytes: int) -> MemoryPlan:
         best.offload,
         budget.zero_copy,
         best.kv_cache,
-        {"generate": Phase(best.generate), "train": Phase(best.train)},
+        {name: Phase(parts) for name, parts in best.phases.items()},
         gpu_bytes,
         budget.wanted_kv,
         best.host,
-        f"{world_size} rank{'s' if world_size > 1 else ''}, ZeRO-{config.train.zero_stage}, {config.model.dtype}",
+        _setting(config, world_size, side),
     )
+
+
+def _setting(config: Config, world_size: int, side: Side) -> str:
+    generators = config.generating_ranks
+    ranks = generators if side == "generate" else world_size - generators
+    who = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if generators:
+        who += f" that {side}{'' if ranks > 1 else 's'}"
+    if side == "generate":
+        return f"{who}, tensor parallel {config.generation.tensor_parallel}, {config.model.dtype}"
+    return f"{who}, ZeRO-{config.train.zero_stage}, {config.model.dtype}"
 
 
 def _refuse_expandable_segments() -> None:

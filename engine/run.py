@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             print(cli.dump_yaml(config), end="")
             return 0
         if config.memory.explain:
-            print(memory.plan(config, world_size, memory.gpu_bytes(config)).table())
+            for plan in memory.plans(config, world_size, memory.gpu_bytes(config)).values():
+                print(plan.table())
             return 0
         if config.resume is None:
             _check_new_run(config)
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             _check_resumed_run(config, world_size)
         _check_packages(config)
         if device_type == "cuda" and not launch.is_rank():
-            memory.plan(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
+            memory.plans(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -32,8 +32,10 @@ class Sample:
     """[len(response_ids)] fp32, nats, of the sampler at the sampling temperature."""
     policy_version: int = -1
     """How many optimizer updates (hand-overs) the sampling policy had seen."""
-    reward: float = float("nan")
+    reward: float | None = float("nan")
+    """None drops the sample: a score source had nothing to say about it."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    """What each score source gave, and under ``score`` their weighted sum: neither clipped nor penalised."""
     prompt_text: str = ""
     response_text: str = ""
     """Text is for display and for reward functions; the engine never tokenizes it again."""

@@ -35,10 +35,11 @@ class Session:
         self._phases: dict[str, float] = defaultdict(float)
         self.say(config.arithmetic(world.size))
 
-        self.reward_function = rewards.load(config)
-        plan = build.memory_plan(config, world)
+        plans = build.memory_plans(config, world)
+        plan = plans["train"]
         if plan.phases or config.generation.backend == "vllm":
-            self.say(plan.table())
+            self.say("\n".join(dict.fromkeys(one.table() for one in plans.values())))  # without a GPU they are the same
+        self.scorer = rewards.load(config, world)
         path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
         self.tokenizer = data.load_tokenizer(path)
         if world.link:
@@ -116,14 +117,15 @@ class Session:
         self._meter.start()
         with self.phase(self._turns.phase):
             batch = self._turns.sample(self.state.step)
-        self._meter.stop("generate")
+        if "generate" in self._turns.plan.phases:  # else it happens while training, or elsewhere
+            self._meter.stop("generate")
         self._cursor = batch.cursor
         return batch.samples
 
     def score(self, samples: list[Sample]) -> list[Sample]:
         """Gives the samples their rewards; those that can be trained on."""
-        rewards.score(samples, self.reward_function, self.config)
-        self._drawn = len(samples)
+        self.scorer.score(samples)
+        self._drawn, self._given = len(samples), rewards.means(samples, self.config, self.world.sum)
         return experience.usable(samples, self.config, self.world)
 
     def rest(self) -> None:
@@ -151,7 +153,7 @@ class Session:
         config, world, current = self.config, self.world, self.state
         seconds = time.perf_counter() - self._step_started
         tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
-        metrics = experience.metrics(samples, batch, world, config.has_verifier) | metrics
+        metrics = experience.metrics(samples, batch, world, config.has_verifier) | self._given | metrics
         trained = world.sum(torch.tensor([len(samples), self._drawn], dtype=torch.float64))
         metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
         behaviour = experience.behaviour_logprobs(samples)
@@ -191,7 +193,7 @@ class Session:
             return
         with self.phase("eval"):
             samples = self._turns.held_out()
-            rewards.score(samples, self.reward_function, config)
+            self.scorer.score(samples)
         metrics = experience.held_out_metrics(samples, config, self.world)
         self._metric = metrics[config.eval_metric]
         if current.step == 0:

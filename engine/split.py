@@ -8,6 +8,7 @@ weights are always of one version, and no batch is ever thrown away.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from engine import failures, weights
 from engine.colocation import HandOverError
 from engine.config import Config
 from engine.distributed import World
-from engine.generation.base import Generator, Request, Sampling
+from engine.generation.base import Generator, Request, Sampling, Text
 from engine.link import Link, Manifest
 from engine.memory import MemoryPlan
+from engine.proof import Proof
 from engine.sample import Sample
 from engine.source import Batch, Source
 from engine.training.trainer import Trainer
@@ -45,6 +49,8 @@ class Order:
     """Of the weights to do it with."""
     manifest: Manifest = ()
     """Of the weights that follow the order; empty if the sampler has them."""
+    texts: list[Text] = field(default_factory=list)
+    """To be answered by their log-probabilities, which prove that the weights have arrived."""
     step: int = 0
     cursor: int = 0
     """For a batch: which, and where its prompts begin in the stream."""
@@ -59,14 +65,15 @@ class SplitTraining(Turns):
     Args:
         trainer: with the same weights as the sampler begins with.
         plan: of this side's memory.
-        probe: prompts that the hand-over is proved with, and how many greedy tokens each.
+        probe: token ids of prompts that hand-overs are proved with.
+        tokens: greedy tokens to each of them.
 
     Raises:
         HandOverError: the sampler's greedy tokens change by a hand-over of the weights it has.
     """
 
     def __init__(
-        self, config: Config, world: World, trainer: Trainer, plan: MemoryPlan, probe: tuple[list[list[int]], int]
+        self, config: Config, world: World, trainer: Trainer, plan: MemoryPlan, probe: list[list[int]], tokens: int
     ) -> None:
         self._world, self.trainer, self.plan = world, trainer, plan
         self._steps, self._staleness = config.train.steps, config.schedule.staleness
@@ -76,18 +83,21 @@ class SplitTraining(Turns):
         self._orders = 0
         self._outstanding: Literal["batch", "held_out", "probe", "stop"] | None = None
         self._drawn: dict[int, Batch] = {}
-        self._trained = 0.0
         self._generate_seconds = self._idle_share = 0.0
-        self._prove(*probe)
+        self._proof: Proof | None = None
+        self._expected: np.ndarray | None = None
+        self._proved: dict[str, float] = {}
+        answers = self._probed(probe, tokens)
+        self._proof = Proof(probe, answers, config.generation.max_logprob_gap)
 
     @property
     def _link(self) -> Link:
         assert self._world.link is not None, "only rank 0 speaks to the other side"
         return self._world.link
 
-    def _prove(self, probe: list[list[int]], tokens: int) -> None:
-        """The sampler's own weights, and then the trainer's, must give the same tokens."""
-        answers = []
+    def _probed(self, probe: list[list[int]], tokens: int) -> list[list[int]]:
+        """The sampler's greedy tokens, which must be the same by its own weights and then by the trainer's."""
+        answers: list[list[list[int]]] = []
         for weights_first in (False, True):
             self._order("probe", send=weights_first, probe=probe, tokens=tokens)
             answers.append(self._world.broadcast(self._answer() if self._world.main else None))
@@ -96,6 +106,7 @@ class SplitTraining(Turns):
                 f"the sampler's greedy tokens changed over a hand-over of the same weights: {answers[0]} became "
                 f"{answers[1]}: set generation.backend hf"
             )
+        return answers[0]
 
     def sample(self, step: int) -> Batch:
         while True:
@@ -122,7 +133,8 @@ class SplitTraining(Turns):
         self._orders += 1
         if self._world.main:
             manifest = weights.manifest(self.trainer.policy) if send else ()
-            self._link.send(f"order-{self._orders}", Order(kind, self._version, manifest, **details))
+            texts = self._proof.texts if self._proof and send else []
+            self._link.send(f"order-{self._orders}", Order(kind, self._version, manifest, texts, **details))
             self._outstanding = kind
         if send:
             tensors = (tensor for _, tensor in weights.full_weights(self.trainer.policy))
@@ -132,6 +144,7 @@ class SplitTraining(Turns):
                 for _ in tensors:
                     pass
             self._sampler_version = self._version
+            self._expected = self._proof.expected(self.trainer) if self._proof else None
 
     @property
     def _name(self) -> str:
@@ -139,7 +152,9 @@ class SplitTraining(Turns):
 
     def _answer(self) -> Any:
         """Waits for the answer to the last order, and keeps it if it is a batch; on rank 0."""
-        answer = self._link.receive(self._name)
+        answer, logprobs = self._link.receive(self._name)
+        if self._proof and self._expected is not None and logprobs:
+            self._proved = self._proof.check(self._expected, logprobs, self._sampler_version)
         if self._outstanding == "batch":
             self._drawn[answer.step] = answer
             self._step, self._cursor = answer.step + 1, answer.cursor
@@ -172,7 +187,7 @@ class SplitTraining(Turns):
         self._step, self._cursor = (last.step + 1, last.cursor) if last else (step, cursor)
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        return {
+        return self._proved | {
             "idle/generate": self._idle_share,
             "idle/train": waited / step_seconds,
             "rollout/generate_seconds": self._generate_seconds,
@@ -196,11 +211,12 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
     with _errors_left(Path(start.run_dir), world):
         generator, source = build(config, world, start.model)
         finished = time.perf_counter()
-        for number in _count():
+        for number in itertools.count(1):
             order: Order = _receive(world, f"order-{number}")
             idle = time.perf_counter() - finished
             if order.manifest:
                 generator.renew(world.link.receive_tensors(order.manifest), order.version)
+            logprobs = generator.logprobs(order.texts) if order.texts else None
             answer: Any = None
             if order.kind == "batch":
                 answer = source.batch(generator, order.step, order.cursor)
@@ -213,17 +229,10 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
                 answer = [one.token_ids for one in generator.generate(requests, Sampling(order.tokens, 0.0, ()))]
             finished = time.perf_counter()
             if world.rank == 0:
-                world.link.send(f"answer-{number}", answer)
+                world.link.send(f"answer-{number}", (answer, logprobs))
             if order.kind == "stop":
                 break
         generator.close()
-
-
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        number += 1
-        yield number
 
 
 def _receive(world: World, name: str) -> Any:

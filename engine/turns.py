@@ -12,6 +12,7 @@ import torch
 
 from engine.colocation import Colocation
 from engine.memory import MemoryPlan
+from engine.proof import Proof
 from engine.sample import Sample
 from engine.source import Batch, Source
 from engine.training.trainer import Trainer
@@ -107,8 +108,10 @@ class Overlapping(Turns):
     first, is drawn from weights of one update before those it is trained on.
     """
 
-    def __init__(self, pair: Colocation, source: Source, steps: int) -> None:
-        self._pair, self._source, self._steps, self._cursor = pair, source, steps, 0
+    def __init__(self, pair: Colocation, source: Source, proof: Proof, steps: int) -> None:
+        self._pair, self._source, self._proof, self._steps = pair, source, proof, steps
+        self._cursor = 0
+        self._proved: dict[str, float] = {}
         self.trainer, self.plan = pair.trainer, pair.plan
         self._version = pair.generator.version
         self._next: Future[Batch] | None = None
@@ -144,8 +147,11 @@ class Overlapping(Turns):
         return batch
 
     def _renew(self) -> None:
-        if self._pair.generator.version != self._version:
+        generator = self._pair.generator
+        if generator.version != self._version:
             self._pair.hand_over(self._version)
+            expected = self._proof.expected(self.trainer)
+            self._proved = self._proof.check(expected, generator.logprobs(self._proof.texts), self._version)
 
     def hand_over(self, version: int) -> None:
         self._version = version
@@ -165,7 +171,7 @@ class Overlapping(Turns):
             self._next.set_result(batches[0])
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        return {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
+        return self._proved | {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
 
     def close(self) -> None:
         self._thread.shutdown()

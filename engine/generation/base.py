@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 State = Literal["asleep", "weights", "ready"]
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+Text = tuple[list[int], list[int]]
+"""Token ids of a prompt and of a response to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class Generator(ABC):
         self._expect("generate", "ready")
         return self._generate(requests, sampling)
 
+    def logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """[len(response)] fp32 log-probabilities of each given response, in nats at temperature 1. Needs ``ready``."""
+        self._expect("logprobs", "ready")
+        return self._logprobs(texts)
+
     def sleep(self) -> None:
         """Gives the memory back to training. ``ready`` -> ``asleep``."""
         self._expect("sleep", "ready")
@@ -117,6 +124,9 @@ class Generator(ABC):
 
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]: ...
+
+    @abstractmethod
+    def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]: ...
 
     @abstractmethod
     def _sleep(self) -> None: ...

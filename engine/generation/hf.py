@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling
+from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
 
 
 class HFGenerator(Generator):
@@ -54,6 +54,15 @@ class HFGenerator(Generator):
             logits_processor=LogitsProcessorList([choose]),
         )
         return choose.responses(sampling.stop_token_ids)
+
+    @torch.no_grad()
+    def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        found = []
+        for prompt, response in texts:
+            logits = self._model(torch.tensor([prompt + response], device=self._device)).logits[0, len(prompt) - 1 : -1]
+            targets = torch.tensor(response, device=self._device)
+            found.append(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu().numpy())
+        return found
 
     def _load_weights(self, weights: NamedTensors) -> None:
         own: dict[str, Any] = dict(self._model.named_parameters())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.generation import vllm_compat as compat
-from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling
+from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,19 @@ class VLLMGenerator(Generator):
         with compat.random_state_kept():
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [_response(output.outputs[0]) for output in outputs]
+
+    def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """As log-probabilities of a prompt, one token of which is the most that vLLM has to add to it."""
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt + response} for prompt, response in texts]
+        with compat.random_state_kept():
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [
+            np.array(
+                [output.prompt_logprobs[len(prompt) + i][token].logprob for i, token in enumerate(response)], np.float32
+            )
+            for output, (prompt, response) in zip(outputs, texts, strict=True)
+        ]
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Refuses what vLLM would change without a word: a low temperature, a budget beyond ``max_model_len``."""

@@ -14,7 +14,7 @@ from engine.report.svg import smooth
 
 _LINES = ("#2a78d6", "#d9610f", "#1baf7a")
 _AREAS = (
-    "#2a78d6", "#00a3c4", "#7d5b3a", "#eda100", "#1baf7a", "#4a3aa7",
+    "#2a78d6", "#a9b8c9", "#00a3c4", "#7d5b3a", "#eda100", "#1baf7a", "#4a3aa7",
     "#e87ba4", "#008300", "#e34948", "#eb6834", "#8a8a84",
 )  # fmt: skip
 

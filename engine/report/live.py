@@ -25,6 +25,7 @@ _CELL = 19
 
 _STYLES = {
     "generate": "blue",
+    "wait": "white",
     "sleep": "bright_blue",
     "offload": "bright_magenta",
     "reward": "yellow",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from engine.report.format import number, percent
 
-PHASES = ("generate", "sleep", "offload", "reward", "old", "ref", "value", "train", "sync", "eval", "save")
+PHASES = ("generate", "wait", "sleep", "offload", "reward", "old", "ref", "value", "train", "sync", "eval", "save")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,37 @@ CURVES = (
         "Probability ratio",
         "New to old policy, mean. Close to 1 when the data is fresh.",
         {"ratio": "policy/ratio_mean"},
+    ),
+    Curve(
+        "Rewards of pairs",
+        "DPO's implicit rewards, beta times the log-ratio to the reference, of chosen and rejected responses.",
+        {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward"},
+    ),
+    Curve(
+        "Pairs told apart",
+        "Share of pairs whose chosen response the policy prefers; share of groups without a pair, all scores the same.",
+        {"told apart": "policy/pair_accuracy", "tied": "online_dpo/tied_fraction"},
+        percent,
+        from_zero=True,
+    ),
+    Curve(
+        "Staleness",
+        "Updates between the policy that sampled and the one that is trained.",
+        {"updates": "off_policy/staleness"},
+        from_zero=True,
+        exact=True,
+    ),
+    Curve(
+        "Off-policy ratio",
+        "Trained to sampling policy before the update, mean over tokens, and the share cut at the cap.",
+        {"ratio": "off_policy/ratio_mean", "capped": "off_policy/capped_fraction"},
+    ),
+    Curve(
+        "Idle",
+        "Share of the time with nothing to do: the trainer waits for a batch, the sampler for weights.",
+        {"trainer": "idle/train", "sampler": "idle/generate"},
+        percent,
+        from_zero=True,
     ),
     Curve("Value loss", "Error of the value model against the returns.", {"loss": "value/loss"}, from_zero=True),
     Curve(
@@ -109,7 +140,7 @@ CURVES = (
 )
 
 PHASE_TITLE = "Seconds a step, by phase"
-PHASE_NOTE = "Where the time goes; the phases take turns on the same GPUs."
+PHASE_NOTE = "Where the trainer's time goes. To wait for a batch is its only part in one that is sampled elsewhere."
 
 
 def phases_in(names: list[str]) -> list[str]:

@@ -121,9 +121,14 @@ class Trainer:
         for name, engine in self.engines.items():
             zero.apply_settings(engine, self.config, self._rates[name])
 
-    def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample]) -> Tensor:
-        """[T] fp32 log-probabilities, in nats, of every response token under a policy at the sampling temperature."""
-        return self._forward(engine, samples, lambda batch: engine(batch, **self._head_options))
+    def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample], temperature: float | None = None) -> Tensor:
+        """[T] fp32 log-probabilities, in nats, of every response token under a policy.
+
+        Args:
+            temperature: the sampling temperature unless given.
+        """
+        options = self._head_options if temperature is None else self._head_options | {"temperature": temperature}
+        return self._forward(engine, samples, lambda batch: engine(batch, **options))
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> Tensor | None:
         """The same of the frozen reference; None if the run has none."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine import budget, footprint, model_shape
+from engine import footprint, model_shape
 from engine.config import Config
 from engine.distributed import World, joined
 from engine.footprint import Engine
@@ -99,7 +99,7 @@ def test_settings_known_without_torch_are_those_of_the_trainer() -> None:
     from engine.training import liger, zero
 
     assert footprint.REDUCE_BUCKET == zero.REDUCE_BUCKET
-    assert budget.FUSED_KINDS == liger.ARCHITECTURES
+    assert footprint.FUSED_KINDS == liger.ARCHITECTURES
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,11 @@ def samples(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
-def check_folder(run: Path, count: int) -> dict:
+def check_folder(run: Path, count: int, pictures: bool = True) -> dict:
     """Everything a run promises to leave."""
     assert [row["step"] for row in steps(run)] == list(range(1, count + 1))
-    files = ("config.yaml", "samples.jsonl", "report.html", "curves.png", "model/config.json", "model/tokenizer.json")
-    for name in files:
+    files = ("config.yaml", "samples.jsonl", "report.html", "model/config.json", "model/tokenizer.json")
+    for name in (*files, *(["curves.png"] if pictures else [])):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())
     summary = json.loads((run / "summary.json").read_text())
@@ -114,13 +114,25 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
 
 
 def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path: Path) -> None:
-    """The launcher, ZeRO-3 and the split over ranks change neither the rollouts nor what is learned from them."""
-    more = "--algo ppo --kl.coef 0.05 --train.minibatches_per_batch 1 "
+    """The launcher, ZeRO-3 and the split over ranks change neither the rollouts nor what is learned from them.
+
+    Half of what is learned from is a reward model's, sharded as well.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    judge = tmp_path / "judge"
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(judge)
+    more = f"--algo ppo --kl.coef 0.05 --train.minibatches_per_batch 1 --reward.model {judge} "
     run_engine(short(tiny_model, tmp_path, "one") + more)
-    run_engine(short(tiny_model, tmp_path, "two") + more + "--launch.ranks 2 --train.zero_stage 3")
+    # As libraries' threads may do while the interpreter is taken down; a finished run is finished all the same.
+    (tmp_path / "late.py").write_text("import atexit, os\nfrom even import even\natexit.register(os.abort)\n")
+    two = "--reward.function late:even --launch.ranks 2 --train.zero_stage 3"
+    run_engine(short(tiny_model, tmp_path, "two") + more + two, path=tmp_path)
     check_folder(tmp_path / "two", 3)
     keys = ("reward/mean", "rollout/response_tokens_mean", "policy/entropy", "policy/loss", "policy/grad_norm")
     for one, two in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
+        assert abs(one["reward/model_mean"]) > 1e-3 and one["reward/dropped_fraction"] == 0.0
         for key in (*keys, "value/loss", "value/grad_norm"):
             assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), (one["step"], key)
 

@@ -24,6 +24,9 @@ class Sampler(Generator):
     def _generate(self, requests, sampling):
         return [Response([self.token] * sampling.max_tokens, [0.0], "length") for _ in requests]
 
+    def _logprobs(self, texts):
+        raise NotImplementedError("a turn is proved by its samples")
+
     def _sleep(self) -> None:
         self.log.append("sleep")
 

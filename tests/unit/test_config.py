@@ -61,7 +61,7 @@ BAD = {
     ),
     "tensor parallel over too few ranks": (
         ["--generation.backend", "vllm", "--generation.tensor_parallel", "4", "--launch.ranks", "2"],
-        "generation.tensor_parallel (4) must divide the number of ranks (2)",
+        "generation.tensor_parallel (4) must divide the number of ranks that generate (2)",
     ),
     "plan for no GPU": (["--memory.explain", "true", "--launch.device", "cpu"], "memory.gpu_gib"),
     "sleep level": (["--memory.sleep", "3"], "memory.sleep"),

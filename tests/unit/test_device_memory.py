@@ -60,6 +60,17 @@ def test_without_sleep_there_is_one_peak(gpu: SimpleNamespace) -> None:
     assert "memory/plan_error_generate" not in found and "memory/asleep_growth" not in found
 
 
+@pytest.mark.parametrize("phase", ["train", "generate"])
+def test_a_plan_of_one_phase_is_compared_with_that_phase(gpu: SimpleNamespace, phase: str) -> None:
+    meter = Meter(torch.device("cuda"))
+    gpu.used = 55.0
+    meter.stop(phase)
+    found = meter.metrics(MemoryPlan("none", False, False, GIB, {phase: Phase({"a": 50 * GIB})}), WORLD)
+    assert found == pytest.approx(
+        {f"memory/{phase}_gib": 55.0, "memory/peak_gib": 55.0, f"memory/plan_error_{phase}": 0.1}
+    )
+
+
 def test_memory_asleep_may_grow_by_5_percent_since_the_second_step(gpu: SimpleNamespace) -> None:
     meter = Meter(torch.device("cuda"))
     for gpu.used in (10.0, 20.0, 20.9, 19.0):

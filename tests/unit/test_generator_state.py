@@ -27,6 +27,10 @@ class Recorder(Generator):
         self.ran.append("generate")
         return [Response([2], [0.0], "stop") for _ in requests]
 
+    def _logprobs(self, texts):
+        self.ran.append("logprobs")
+        return []
+
     def _load_weights(self, weights) -> None:
         self.ran.append("load")
 
@@ -42,12 +46,13 @@ class Recorder(Generator):
 
 CALLS = {
     "generate": lambda g: g.generate([Request([1], 0)], Sampling(1, 1.0, ())),
+    "logprobs": lambda g: g.logprobs([]),
     "sleep": lambda g: g.sleep(),
     "wake": lambda g: g.wake(),
     "load_weights": lambda g: g.load_weights([], 1),
     "start": lambda g: g.start(),
 }
-ALLOWED = {"ready": {"generate", "sleep"}, "asleep": {"wake"}, "weights": {"load_weights"}}
+ALLOWED = {"ready": {"generate", "logprobs", "sleep"}, "asleep": {"wake"}, "weights": {"load_weights"}}
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
-from engine import memory, model_shape
+from engine import build, memory, model_shape, run
 from engine.config import Config, ConfigError
+from engine.distributed import World
 from engine.footprint import GIB
 from engine.memory import MemoryPlan, Phase
 
@@ -143,6 +145,12 @@ def test_without_a_reference_and_a_value_model(qwen: str) -> None:
     assert not any("reference" in name or "value" in name for name in parts)
 
 
+@pytest.mark.parametrize("stage,size", [(2, 2 * (N + 1536)), (3, N + 1536)])
+def test_a_reward_model_lies_beside_the_others(qwen: str, stage: int, size: int) -> None:
+    plan = memory.plan(configured(qwen, reward__model=qwen, train__zero_stage=stage), 2, H100)
+    assert {phase.parts["reward model"] for phase in plan.phases.values()} == {size}
+
+
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 LONG = {
@@ -233,6 +241,123 @@ def test_without_a_gpu_nothing_is_predicted(qwen: str) -> None:
     assert (plan.offload, plan.kv_cache_bytes) == (True, GIB // 4)
 
 
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_one_batch_ahead_everything_is_awake_at_once(qwen: str, backend: str) -> None:
+    turns = memory.plan(
+        configured(qwen, generation__backend=backend, memory__zero_copy="off", memory__sleep="none"), 1, 2 * H100
+    )
+    plan = memory.plan(configured(qwen, generation__backend=backend, schedule__staleness=1), 1, 2 * H100)
+    assert (plan.sleep, plan.offload, plan.zero_copy, plan.host_bytes) == ("none", False, False, 0)
+    assert plan.phases.keys() == {"train"} and plan.kv_cache_bytes == turns.kv_cache_bytes == plan.wanted_kv_bytes
+    generate, train = turns.phases["generate"].parts, turns.phases["train"].parts
+    assert plan.phases["train"].parts == generate | train
+    assert (
+        plan.phases["train"].total
+        == sum((generate | train).values())
+        > max(phase.total for phase in turns.phases.values())
+    )
+    assert "at the same time" in plan.decision and "weights of its own" in plan.decision
+
+
+def test_one_batch_ahead_the_cache_takes_what_is_left(qwen: str) -> None:
+    changes = {"schedule__staleness": 1, "rollout__max_response_tokens": 4096, "model__gradient_checkpointing": True}
+    roomy, plan = (memory.plan(configured(qwen, **changes), 1, int(gib * GIB)) for gib in (180, 100))
+    assert roomy.kv_cache_bytes == roomy.wanted_kv_bytes == plan.wanted_kv_bytes
+    assert 0.2 * 100 * GIB <= plan.kv_cache_bytes < plan.wanted_kv_bytes
+    assert 0 <= 0.95 * 100 * GIB - plan.phases["train"].total < 16 * 28672
+    with pytest.raises(ConfigError, match=r"'KV cache' .*lower memory\.kv_cache_gib"):
+        memory.plan(configured(qwen, memory__kv_cache_gib=60.0, **changes), 1, 100 * GIB)
+
+
+def test_what_cannot_be_awake_at_once_is_refused_with_the_way_out(qwen: str) -> None:
+    config = configured(qwen, schedule__staleness=1)
+    total = memory.plan(config, 1, 2 * H100).phases["train"].total
+    assert memory.plan(configured(qwen), 1, H100).sleep == "kv"  # in turns it fits
+    with pytest.raises(ConfigError) as error:
+        memory.plan(config, 1, H100)
+    missing = total - int(0.95 * H100)
+    for needle in (
+        "schedule.staleness 1 on the same GPUs has sampler and trainer awake at once",
+        f"needs {total / GIB:.2f} GiB, {missing / GIB:.2f} GiB more than",
+        "the largest part is 'value fp32 and AdamW'",
+        "raise train.zero_stage",
+        "or take schedule.placement split or schedule.staleness 0",
+    ):
+        assert needle in str(error.value), error.value
+    assert "\n" not in str(error.value)
+
+
+def split(path: str, **changes: Any) -> Config:
+    return configured(path, schedule__placement="split", **changes)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_sides_of_a_split_run_add_up(qwen: str, staleness: int) -> None:
+    plans = memory.plans(split(qwen, schedule__staleness=staleness, memory__sleep="level2"), 2, 2 * H100)
+    assert list(plans) == ["train", "generate"]
+    for side, plan in plans.items():
+        assert list(plan.phases) == [side]
+        assert (plan.sleep, plan.offload, plan.zero_copy, plan.host_bytes) == ("none", False, False, 0)
+    train, generate = (plans[side].phases[side].parts for side in ("train", "generate"))
+    assert train.keys() & generate.keys() == {"CUDA and libraries", "NCCL"}
+    assert not {"KV cache", "sampling"} & train.keys() and plans["train"].kv_cache_bytes == 0
+    together = memory.plan(configured(qwen, schedule__staleness=1), 1, 2 * H100).phases["train"].parts
+    assert train | generate == together | {"NCCL": 512 * 2**20}
+    assert generate["KV cache"] == plans["generate"].kv_cache_bytes == (256 * 64 + 1) * 16 * 28672
+    assert "only training" in plans["train"].decision and "KV cache" not in plans["train"].decision
+    assert "only generation" in plans["generate"].decision and "100%" in plans["generate"].decision
+
+
+def test_each_side_counts_its_own_ranks(qwen: str) -> None:
+    config = split(qwen, schedule__generators=4, generation__tensor_parallel=2)
+    plans = memory.plans(config, 6, H100)
+    train, generate = plans["train"].phases["train"].parts, plans["generate"].phases["generate"].parts
+    assert train["policy fp32 and AdamW"] == 6 * N
+    assert generate["vLLM weights"] == N
+    # 256 episodes on two engines, half the heads a rank.
+    assert generate["KV cache"] == (128 * 64 + 1) * 16 * 28672 // 2
+    assert "2 ranks that train, ZeRO-2" in plans["train"].table()
+    assert "4 ranks that generate, tensor parallel 2" in plans["generate"].table()
+    few = memory.plans(split(qwen, generation__max_batch=32), 2, H100)["generate"]
+    assert few.kv_cache_bytes == (32 * 64 + 1) * 16 * 28672
+
+
+@pytest.mark.parametrize(
+    "changes,needles",
+    [
+        ({}, ["training needs", "train.zero_stage"]),
+        ({"memory__kv_cache_gib": 78.0}, ["generating needs", "'KV cache'", "lower memory.kv_cache_gib"]),
+        ({"generation__max_batch": 10**5}, ["generating needs", "'sampling'", "lower generation.max_batch"]),
+    ],
+)  # fmt: skip
+def test_either_side_may_be_too_large(qwen: str, changes: dict, needles: list[str]) -> None:
+    many = {"rollout__prompts_per_step": 2**16, "train__minibatches_per_batch": 2**12}
+    gib = 79.1 if changes else 40
+    with pytest.raises(ConfigError) as error:
+        memory.plans(split(qwen, **(many if "generation__max_batch" in changes else {}), **changes), 2, int(gib * GIB))
+    for needle in needles:
+        assert needle in str(error.value), error.value
+
+
+def test_both_sides_of_a_run_make_the_same_plans(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_bytes", lambda config: H100)
+    config, gpu = split(qwen, schedule__generators=2), torch.device("cuda")
+    worlds = World(0, 3, gpu), World(1, 2, gpu, first=3)
+    monkeypatch.setattr(World, "max", lambda self, value: value)
+    trainer, generator = (build.memory_plans(config, world) for world in worlds)
+    assert trainer == generator == memory.plans(config, 5, H100)
+
+
+@pytest.mark.parametrize("schedule", [{"schedule__placement": "split"}, {"schedule__staleness": 1}])
+def test_without_a_gpu_what_runs_ahead_does_not_sleep_either(schedule: dict) -> None:
+    changes = {"memory__sleep": "level2", "memory__offload": "on", "memory__kv_cache_gib": 0.25}
+    for plan in memory.plans(configured("/nowhere", **schedule, **changes), 2, 0).values():
+        assert (plan.sleep, plan.offload, plan.kv_cache_bytes, plan.phases) == ("none", False, GIB // 4, {})
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +375,14 @@ def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, chan
     for needle in needles:
         assert needle in str(error.value), error.value
     assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_may_not_sleep_has_to_fit_beside_training(qwen: str) -> None:
+    config = configured(qwen, memory__sleep="none", memory__kv_cache_gib=2.0)
+    needed = memory.plan(config, 1, H100).phases["train"].total + 1
+    memory.plan(config, 1, int(needed / 0.95) + 16 * 28672)
+    with pytest.raises(ConfigError, match="training needs"):
+        memory.plan(config, 1, int(needed / 0.95) - 2 * 16 * 28672)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -308,6 +441,31 @@ def test_explain_prints_the_plan_alone(qwen: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
     too_small = subprocess.run([*command, "--memory.gpu_gib", "8"], cwd=ROOT, capture_output=True, text=True)
     assert too_small.returncode == 2 and too_small.stderr.startswith("error: the GPU is too small")
+
+
+@pytest.mark.parametrize(
+    "schedule,gib,heads",
+    [
+        (["--schedule.placement", "split"], "80", ["1 rank that trains, ZeRO-0", "1 rank that generates, tensor par"]),
+        (["--schedule.staleness", "1"], "80", ["2 ranks, ZeRO-0"]),
+        (["--schedule.staleness", "1"], "40", []),
+    ],
+)  # fmt: skip
+def test_explain_shows_what_the_schedule_needs(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture, schedule: list[str], gib: str, heads: list[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text("")
+    command = ["--memory.explain", "true", "--memory.gpu_gib", gib, "--generation.backend", "vllm", "--algo", "rloo",
+               "--data.path", str(tmp_path / "prompts.jsonl"), "--reward.function", "math:sqrt", "--model.path", qwen,
+               "--model.dtype", "bfloat16", "--launch.ranks", "2"]  # fmt: skip
+    status = run.main([*command, *schedule])
+    said = capsys.readouterr()
+    assert status == (0 if heads else 2)
+    assert said.err.startswith("" if heads else "error: the GPU is too small: schedule.staleness 1")
+    tables = said.out.splitlines()
+    found = [line for line in tables if line.startswith("memory")]
+    assert [head in line for head, line in zip(heads, found, strict=True)] == [True] * len(heads)
+    assert len([line for line in tables if line.startswith("  decision: ")]) == len(heads)
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------

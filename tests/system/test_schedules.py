@@ -1,0 +1,100 @@
+"""Generation on ranks of its own, and one batch ahead: every algorithm, both samplers, kill and resume, crashes."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system import schedules
+from tests.system.helpers import run_engine, run_ranks, steps
+from tests.system.test_runs import check_folder, samples, short
+
+BACKENDS = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of every algorithm, synchronous and one step off-policy, through every sampler."""
+    folder = tmp_path_factory.mktemp("schedules")
+    short(tiny_model, folder, "")  # writes the reward
+    run_ranks(2, schedules.__file__, tiny_model, str(folder), *BACKENDS, timeout=280)
+    return folder
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("algo", schedules.ALGORITHMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_algorithm_on_either_schedule(runs: Path, backend: str, algo: str, staleness: int) -> None:
+    run = runs / f"{backend}-{algo}-{staleness}"
+    check_folder(run, 3, pictures=False)
+    rows = steps(run)
+    assert [row["off_policy/staleness"] for row in rows] == [0, staleness, staleness]
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+    gaps = [row["weights/logprob_gap_mean"] for row in rows if "weights/logprob_gap_mean" in row]
+    assert len(gaps) == 3 - staleness and max(gaps) < 1e-4, "the sampler has proved every hand-over"
+    assert all(0 <= row["idle/train"] <= 1 and 0 <= row["idle/generate"] <= 1 for row in rows)
+    assert ("off_policy/ratio_mean" in rows[1]) == (algo in ("ppo", "rloo", "grpo"))
+
+
+def test_a_split_run_without_staleness_is_the_colocated_run(runs: Path, tiny_model: str, tmp_path: Path) -> None:
+    """Who samples makes no difference: the same responses, and the same learnt from them."""
+    one = schedules.config(tiny_model, str(runs), "hf", "rloo", 0)
+    more = f"--algo rloo --train.learning_rate {one.train.learning_rate}"
+    run_engine(short(tiny_model, tmp_path, "one") + more)
+    assert samples(tmp_path / "one") == samples(runs / "hf-rloo-0")
+    for here, there in zip(steps(tmp_path / "one"), steps(runs / "hf-rloo-0"), strict=True):
+        for key in ("reward/mean", "policy/entropy", "policy/loss", "policy/grad_norm"):
+            assert there[key] == pytest.approx(here[key], rel=1e-6, abs=1e-9), key
+
+
+@pytest.mark.parametrize("where", ["--schedule.placement split", "--launch.ranks 1"])
+def test_killed_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path, where: str) -> None:
+    """Sampled by older weights than those in the checkpoint; no prompt is skipped or comes twice in an epoch."""
+    more = (
+        f"--algo rloo --save.every_steps 2 --save.samples_per_step 32 --train.steps 4 --schedule.staleness 1 {where} "
+    )
+    more += "--train.learning_rate 1e-3 --eval.every_steps 0 "
+    run_engine(short(tiny_model, tmp_path, "whole") + more)
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\nfrom even import even\ncalls = 0\n"
+        "def reward(**batch):\n    global calls\n    calls += 1\n"
+        "    if calls == 4:  # one evaluation, two steps\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return even(**batch)\n"
+    )
+    deadly = "--reward.function deadly:reward"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
+    run_engine(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
+    assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
+    assert [row["policy_version"] for row in samples(whole)[::32]] == [0, 0, 1, 2]
+    assert len({row["prompt"] for row in samples(parts)}) == 4 * 8, "every prompt of the epoch once"
+    for expected, got in zip(steps(whole), steps(parts), strict=True):
+        for key in ("reward/mean", "off_policy/ratio_mean", "policy/loss", "policy/grad_norm", "progress/epoch"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), key
+
+
+def test_either_side_takes_the_other_down_and_says_why(tiny_model: str, tmp_path: Path) -> None:
+    """An exception of the sampler's, with its traceback in the run's folder; a killed sampler."""
+    split = "--algo rloo --schedule.placement split --schedule.staleness 1 --train.steps 50 --eval.every_steps 0 "
+    started = time.monotonic()
+    broken = "--train.learning_rate 1e30 --train.max_grad_norm 0"
+    failed = run_engine(short(tiny_model, tmp_path, "a") + split + broken, ok=False)
+    assert "rank 1 failed" in failed.stderr and "diverged" in failed.stderr, failed.stderr[-2000:]
+    assert "Traceback" in (tmp_path / "a" / "crash-rank-1.txt").read_text()
+    assert "diverged" in (tmp_path / "a" / "report.html").read_text()
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal, psutil\nfrom even import even\ncalls = 0\n"
+        "def reward(**batch):\n    global calls\n    calls += 1\n"
+        "    if calls == 3:\n"
+        "        others = [one for one in psutil.Process(os.getppid()).children() if one.pid != os.getpid()]\n"
+        "        [one.kill() for one in others if 'engine.run' in one.cmdline()]\n"
+        "    return even(**batch)\n"
+    )
+    killed = run_engine(
+        short(tiny_model, tmp_path, "b") + split + "--reward.function deadly:reward", ok=False, path=tmp_path
+    )
+    assert "rank 1 failed" in killed.stderr and "SIGKILL" in killed.stderr, killed.stderr[-2000:]
+    assert time.monotonic() - started < 100
