@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import colocation
+from benchmarks import colocation, runs, schedules
 
 ROW = {
     "time/step": 10.0,
@@ -35,7 +35,7 @@ def test_table_has_a_column_a_setting_and_no_empty_row() -> None:
         {"setting": "b", "metric": "peak_gib", "value": 5.0},
         {"setting": "b", "metric": "plan_error", "value": -0.01},
     ]
-    lines = colocation.table(records).splitlines()
+    lines = colocation.BENCHMARK.table(records).splitlines()
     assert lines[0] == "| metric | unit | a | b |"
     assert lines[2:] == ["| plan_error | share of the plan |  | -0.01 |", "| peak_gib | GiB | 61.23 | 5 |"]
 
@@ -43,5 +43,13 @@ def test_table_has_a_column_a_setting_and_no_empty_row() -> None:
 def test_a_run_that_ends_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"time/step": 1}\n{"time/st')
     with pytest.raises(SystemExit, match=r"status 3 after 1 step"):
-        colocation.run_steps(["-c", "raise SystemExit(3)"], tmp_path, 2)
-    assert colocation.run_steps(["-c", "import time; time.sleep(60)"], tmp_path, 1) == [{"time/step": 1}]
+        runs.run_steps(["-c", "raise SystemExit(3)"], tmp_path, 2)
+    assert runs.run_steps(["-c", "import time; time.sleep(60)"], tmp_path, 1) == [{"time/step": 1}]
+
+
+def test_metrics_of_a_schedule_leave_the_first_steps_out() -> None:
+    row = {"time/step": 4.0, "idle/train": 0.5, "idle/generate": 0.25, "tokens_per_second": 9.0}
+    first = {name: 100 * value for name, value in row.items()}
+    found = schedules.metrics([first, first, row, row | {"off_policy/staleness": 1.0}])
+    expected = {"step_s": 4.0, "idle_train": 0.5, "idle_generate": 0.25, "tokens_per_second": 9.0, "staleness": 1.0}
+    assert found == expected and found.keys() <= schedules.UNITS.keys()
