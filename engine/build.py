@@ -39,7 +39,7 @@ def turns(
     config: Config,
     path: str,
     world: World,
-    plan: memory.MemoryPlan,
+    plans: dict[Side, memory.MemoryPlan],
     prompts: Sequence[Prompt],
     source: Source,
     say: Callable[[str], None],
@@ -55,10 +55,11 @@ def turns(
     probe = [prompt.ids for prompt in prompts[:PROBE_PROMPTS]]
     tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
     if config.generating_ranks:
-        return SplitTraining(config, world, _trainer(config, path, world, say), plan, probe, tokens)
+        trainer = _trainer(config, path, world, say)
+        return SplitTraining(config, world, trainer, plans["train"], plans["generate"], probe, tokens)
     pair = Colocation(
         world,
-        plan,
+        plans["train"],
         lambda: memory_plans(_copying(config), world)["train"],
         probe,
         tokens=tokens,

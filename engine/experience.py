@@ -70,9 +70,9 @@ def rollout(
     """A rank's samples as the flat vectors algorithms take."""
     lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
     return Rollout(
-        scores=torch.tensor([sample.reward for sample in samples]),
-        group_ids=torch.tensor([sample.group_id for sample in samples]),
-        truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
+        scores=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+        group_ids=torch.tensor([sample.group_id for sample in samples], dtype=torch.int64),
+        truncated=torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
         cu_seqlens=lengths.cumsum(0),
         old_logprobs=old,
         ref_logprobs=ref,

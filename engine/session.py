@@ -36,8 +36,7 @@ class Session:
         self.say(config.arithmetic(world.size))
 
         plans = build.memory_plans(config, world)
-        plan = plans["train"]
-        if plan.phases or config.generation.backend == "vllm":
+        if plans["train"].phases or config.generation.backend == "vllm":
             self.say("\n".join(dict.fromkeys(one.table() for one in plans.values())))  # without a GPU they are the same
         self.scorer = rewards.load(config, world)
         path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
@@ -52,7 +51,7 @@ class Session:
         vocabulary = AutoConfig.from_pretrained(path).vocab_size
         if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
             raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
-        self._turns = build.turns(config, path, world, plan, prompts, self._source, self.say)
+        self._turns = build.turns(config, path, world, plans, prompts, self._source, self.say)
         self._meter = Meter(world.device)
 
         ranks = world.size + config.generating_ranks

@@ -30,6 +30,8 @@ class Batch:
     """Spent generating."""
     idle_seconds: float = 0.0
     """Spent by the sampler before, with nothing to do."""
+    peak_bytes: int = 0
+    """On the fullest GPU of those that only generate; 0 on others."""
 
 
 class Source:

@@ -21,7 +21,9 @@ import numpy as np
 from engine import failures, weights
 from engine.colocation import HandOverError
 from engine.config import Config
+from engine.device_memory import Meter
 from engine.distributed import World
+from engine.footprint import GIB
 from engine.generation.base import Generator, Request, Sampling, Text
 from engine.link import Link, Manifest
 from engine.memory import MemoryPlan
@@ -64,7 +66,7 @@ class SplitTraining(Turns):
 
     Args:
         trainer: with the same weights as the sampler begins with.
-        plan: of this side's memory.
+        plan, sampler_plan: of this side's memory, and of the other's.
         probe: token ids of prompts that hand-overs are proved with.
         tokens: greedy tokens to each of them.
 
@@ -73,9 +75,16 @@ class SplitTraining(Turns):
     """
 
     def __init__(
-        self, config: Config, world: World, trainer: Trainer, plan: MemoryPlan, probe: list[list[int]], tokens: int
+        self,
+        config: Config,
+        world: World,
+        trainer: Trainer,
+        plan: MemoryPlan,
+        sampler_plan: MemoryPlan,
+        probe: list[list[int]],
+        tokens: int,
     ) -> None:
-        self._world, self.trainer, self.plan = world, trainer, plan
+        self._world, self.trainer, self.plan, self._sampler_plan = world, trainer, plan, sampler_plan
         self._steps, self._staleness = config.train.steps, config.schedule.staleness
         self._per_prompt = config.eval.samples_per_prompt
         self._version = self._sampler_version = 0
@@ -83,7 +92,7 @@ class SplitTraining(Turns):
         self._orders = 0
         self._outstanding: Literal["batch", "held_out", "probe", "stop"] | None = None
         self._drawn: dict[int, Batch] = {}
-        self._generate_seconds = self._idle_share = 0.0
+        self._last: dict[str, float] = {}  # of the last batch
         self._proof: Proof | None = None
         self._expected: np.ndarray | None = None
         self._proved: dict[str, float] = {}
@@ -122,7 +131,13 @@ class SplitTraining(Turns):
             self._order("batch", step=self._step, cursor=self._cursor)
         whole = self._world.broadcast(self._drawn.pop(step) if self._world.main else None)
         busy = whole.seconds + whole.idle_seconds
-        self._generate_seconds, self._idle_share = whole.seconds, whole.idle_seconds / busy if busy else 0.0
+        self._last = {
+            "idle/generate": whole.idle_seconds / busy if busy else 0.0,
+            "rollout/generate_seconds": whole.seconds,
+        }
+        if whole.peak_bytes:
+            self._last["memory/generate_gib"] = whole.peak_bytes / GIB
+            self._last |= self._sampler_plan.errors({"generate": whole.peak_bytes})
         share = len(whole.samples) // self._world.size
         whole.samples = whole.samples[self._world.rank * share : (self._world.rank + 1) * share]
         return whole
@@ -187,11 +202,7 @@ class SplitTraining(Turns):
         self._step, self._cursor = (last.step + 1, last.cursor) if last else (step, cursor)
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        return self._proved | {
-            "idle/generate": self._idle_share,
-            "idle/train": waited / step_seconds,
-            "rollout/generate_seconds": self._generate_seconds,
-        }
+        return self._proved | self._last | {"idle/train": waited / step_seconds}
 
     def close(self) -> None:
         self._settle()
@@ -210,6 +221,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
     start: Start = world.link.receive(f"start-{world.rank}")
     with _errors_left(Path(start.run_dir), world):
         generator, source = build(config, world, start.model)
+        meter = Meter(world.device)
         finished = time.perf_counter()
         for number in itertools.count(1):
             order: Order = _receive(world, f"order-{number}")
@@ -219,8 +231,10 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
             logprobs = generator.logprobs(order.texts) if order.texts else None
             answer: Any = None
             if order.kind == "batch":
+                meter.start()
                 answer = source.batch(generator, order.step, order.cursor)
-                answer.idle_seconds = idle
+                meter.stop("generate")
+                answer.idle_seconds, answer.peak_bytes = idle, int(world.max(meter.phases.get("generate", 0)))
                 answer.samples = _gathered(world, answer.samples)
             elif order.kind == "held_out":
                 answer = _gathered(world, source.held_out(generator))

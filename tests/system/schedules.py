@@ -33,7 +33,9 @@ def config(model: str, folder: str, backend: str, algo: str, staleness: int) -> 
         "train.steps": 3,
         "train.learning_rate": 1e-3,
         "ppo.value_warmup_steps": 0,
-        "eval.prompts": 16,
+        "eval.prompts": 15,  # not a multiple of the ranks
+        "eval.samples_per_prompt": 2,
+        "eval.temperature": 1.0,
         "memory.kv_cache_gib": 0.25,
         "schedule.placement": "split",
         "schedule.staleness": staleness,

@@ -34,6 +34,9 @@ def check_folder(run: Path, count: int, pictures: bool = True) -> dict:
     for name in (*files, *(["curves.png"] if pictures else [])):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before, *later = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    assert (run / "best" / "model.safetensors").exists() == (max(later) > before), "the best policy, if it got better"
     summary = json.loads((run / "summary.json").read_text())
     for key in ("algo", "seed", "episodes", "reward_before", "reward_after", "seconds", "tokens_per_second"):
         assert summary[key] is not None, key

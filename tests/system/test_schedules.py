@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def evaluated(run: Path) -> list[dict]:
+    """The evaluations recorded in a run folder."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "eval/reward" in row]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("algo", schedules.ALGORITHMS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -36,6 +43,9 @@ def test_every_algorithm_on_either_schedule(runs: Path, backend: str, algo: str,
     gaps = [row["weights/logprob_gap_mean"] for row in rows if "weights/logprob_gap_mean" in row]
     assert len(gaps) == 3 - staleness and max(gaps) < 1e-4, "the sampler has proved every hand-over"
     assert all(0 <= row["idle/train"] <= 1 and 0 <= row["idle/generate"] <= 1 for row in rows)
+    evaluations = evaluated(run)
+    assert [row["step"] for row in evaluations] == [0, 3]
+    assert all(row["eval/best@2"] >= row["eval/reward"] for row in evaluations)
     assert ("off_policy/ratio_mean" in rows[1]) == (algo in ("ppo", "rloo", "grpo"))
 
 

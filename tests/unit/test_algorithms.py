@@ -1,13 +1,14 @@
-"""PPO, RLOO and GRPO against examples computed by hand."""
+"""Every algorithm against examples computed by hand; their losses are compared in tests/system/test_losses.py."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from algorithms import grpo, kl_control, ppo, rloo
-from algorithms.base import Rollout, kl_tokens, sequence_sums
+from algorithms import bok, grpo, kl_control, online_dpo, ppo, rloo
+from algorithms.base import Objective, Rollout, kl_tokens, sequence_sums
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def test_rloo_subtracts_kl_of_the_response() -> None:
         assert float(objective.advantages[batch.cu_seqlens[i]]) == pytest.approx(returns[i] - returns[other], abs=1e-6)  # type: ignore[index]
 
 
-def grpo_objective(batch: Rollout, **changes: object) -> grpo.Objective:
+def grpo_objective(batch: Rollout, **changes: object) -> Objective:
     settings = {"kl_coef": 0.5, "kl_estimator": "k3", "scale": True, "mean": "token", "reduce": alone}
     return grpo.objective(batch, **(settings | changes))  # type: ignore[arg-type]
 
@@ -87,6 +88,59 @@ def test_group_normalised_of_uneven_groups() -> None:
 def test_leave_one_out_of_uneven_groups() -> None:
     advantages = rloo.leave_one_out(torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0]), torch.tensor([7, 7, 7, 9, 9]))
     assert advantages.tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0]
+
+
+def of_one_token(scores: list[float], groups: list[int]) -> Rollout:
+    """Responses of one token each."""
+    total = len(scores)
+    return Rollout(
+        scores=torch.tensor(scores),
+        group_ids=torch.tensor(groups),
+        truncated=torch.zeros(total, dtype=torch.bool),
+        cu_seqlens=torch.arange(total + 1),
+        old_logprobs=torch.zeros(total),
+    )
+
+
+FOUR_EACH = of_one_token([0.5, 2.0, 2.0, 1.0, 3.0, 3.0, 3.0, 3.0, 1.0, -1.0, 0.0, -1.0], [0] * 4 + [5] * 4 + [2] * 4)
+"""Two equally good best ones; all the same; two equally bad worst ones."""
+
+
+def dpo_objective(batch: Rollout) -> Objective:
+    return online_dpo.objective(batch, loss="ipo", beta=0.3, label_smoothing=0.0, reduce=alone)
+
+
+def test_online_dpo_pairs_by_hand() -> None:
+    """Best against worst, the first of equals; a tied group makes no pair and is counted."""
+    two = dpo_objective(rollout())
+    assert two.units.tolist() == [[0, 1], [5, 4]]
+    assert two.normalise == "pair" and two.loss == {"loss": "ipo", "beta": 0.3, "label_smoothing": 0.0}
+    assert two.advantages is None and two.metrics == {"online_dpo/tied_fraction": pytest.approx(1 / 3)}
+    four = dpo_objective(FOUR_EACH)
+    assert four.units.tolist() == [[1, 0], [8, 9]]
+    assert four.metrics == {"online_dpo/tied_fraction": pytest.approx(1 / 3)}
+
+
+def test_online_dpo_of_ties_alone_has_no_pair() -> None:
+    objective = dpo_objective(rollout(scores=torch.ones(6)))
+    assert objective.units.shape == (0, 2) and objective.units.dtype == torch.int64
+    assert objective.metrics == {"online_dpo/tied_fraction": 1.0}
+
+
+def test_bok_learns_the_best_of_each_group() -> None:
+    """The first of equals, and of a tied group as well: each prompt has one target."""
+    four = bok.objective(FOUR_EACH, reduce=alone)
+    assert four.units.tolist() == [[1], [4], [8]]
+    assert four.normalise == "token" and four.loss == {"loss": "likelihood"} and four.advantages is None
+    assert four.metrics == pytest.approx({"bok/best_score": (2 + 3 + 1) / 3, "bok/tied_fraction": 1 / 3})
+    uneven = bok.objective(of_one_token([0.0, 1.0, 7.0], [3, 3, 1]), reduce=alone)
+    assert uneven.units.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("make", [dpo_objective, lambda batch: bok.objective(batch, reduce=alone)])
+def test_a_rank_without_samples_has_no_units(make: Callable[[Rollout], Objective]) -> None:
+    objective = make(of_one_token([], []))
+    assert objective.units.shape[0] == 0 and objective.units.dtype == torch.int64
 
 
 def test_ppo_reward_lands_on_the_last_response_token() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine import cli
+from engine import cli, launch
 from engine.config import Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,3 +166,47 @@ def test_parsing_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+SPLIT = ["--schedule.placement", "split"]
+UNFIT = {
+    "nobody trains": ([*SPLIT, "--schedule.generators", "2"], 2, "ranks that train besides the 2"),
+    "generators and no split": (["--schedule.generators", "2"], 4, "schedule.generators goes with"),
+    "prompts over generators": ([*SPLIT, "--schedule.generators", "3"], 4, "multiple of schedule.generators (3)"),
+    "prompts over trainers": (SPLIT, 4, "multiple of the number of ranks (3)"),
+    "two ahead on the same devices": (["--schedule.staleness", "2"], 1, "needs schedule.placement split"),
+    "asleep and awake": (["--schedule.staleness", "1", "--memory.sleep", "level2"], 1, "memory.sleep level2"),
+    "offloaded and awake": (["--schedule.staleness", "1", "--memory.offload", "on"], 1, "memory.offload on"),
+    "nobody to make room for": ([*SPLIT, "--memory.sleep", "kv"], 2, "memory.sleep kv does not go with"),
+    "uncorrected": (["--schedule.staleness", "1", "--off_policy.correction", "false"], 1, "off_policy.correction"),
+    "no ratio to correct": (["--algo", "online_dpo", "--off_policy.correction", "true"], 1, "online_dpo has none"),
+    "one response to compare": (["--algo", "online_dpo", "--rollout.samples_per_prompt", "1"], 1, "at least 2"),
+    "smoothed labels": (["--algo", "online_dpo", "--dpo.loss", "ipo", "--dpo.label_smoothing", "0.1"], 1, "not ipo"),
+    "no room for a pair": (
+        ["--algo", "online_dpo", "--train.tokens_per_microbatch", "20"],
+        1,
+        "longest pair of sequences: 2 x (rollout.max_prompt_tokens + rollout.max_response_tokens) = 26",
+    ),
+    "KL to steer": (["--algo", "bok", "--kl.coef", "0.1", "--kl.target", "3"], 1, "bok has none"),
+    "many times the same response": (["--eval.samples_per_prompt", "4"], 1, "eval.temperature above 0"),
+}
+
+
+@pytest.mark.parametrize("arguments,ranks,needle", UNFIT.values(), ids=UNFIT.keys())
+def test_settings_that_do_not_go_together(arguments: list[str], ranks: int, needle: str) -> None:
+    config, _ = cli.parse([*QUICK, "--generation.backend", "vllm", *arguments])
+    with pytest.raises(ConfigError) as refused:
+        config.check(ranks, "cpu")
+    assert needle in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
+@pytest.mark.parametrize("schedule", [[], ["--schedule.staleness", "1"], [*SPLIT, "--schedule.staleness", "3"]])
+def test_every_algorithm_goes_with_every_schedule(algo: str, schedule: list[str]) -> None:
+    config, _ = cli.parse([*QUICK, "--algo", algo, *schedule])
+    config.check(2, "cuda")
+
+
+def test_a_split_run_starts_as_few_ranks_as_it_needs() -> None:
+    config, _ = cli.parse([*QUICK, *SPLIT, "--schedule.generators", "2", "--launch.device", "cpu"])
+    assert launch.world_size(config) == 3

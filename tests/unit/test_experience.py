@@ -1,0 +1,86 @@
+"""What becomes of a rank's samples: which are trained on, and what is measured of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine import experience
+from engine.cli import validate
+from engine.config import Config
+from engine.distributed import World
+from engine.rewards import RewardError
+from engine.sample import Sample
+
+
+class Alone(World):
+    """One rank without a process group."""
+
+    def max(self, value: float) -> float:
+        return value
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+ALONE = Alone(0, 1, torch.device("cpu"))
+
+
+def config(**sections: object) -> Config:
+    return validate({"data": {"task": "addition"}} | sections)
+
+
+def sample(group: int, reward: float | None, version: int = 0) -> Sample:
+    parts = {} if reward is None else {"score": reward}
+    return Sample(0, group, [1], response_ids=[2], reward=reward, reward_parts=parts, policy_version=version)
+
+
+@pytest.mark.parametrize(
+    "algo,kept",
+    [("ppo", [0, 0, 1, 2]), ("bok", [0, 0, 1, 2]), ("rloo", [0, 0]), ("grpo", [0, 0]), ("online_dpo", [0, 0])],
+)
+def test_dropped_samples_leave_groups_that_can_be_compared(algo: str, kept: list[int]) -> None:
+    samples = [sample(0, 1.0), sample(0, 0.0), sample(1, None), sample(1, 1.0), sample(2, 0.5), sample(2, None)]
+    assert [one.group_id for one in experience.usable(samples, config(algo=algo), ALONE)] == kept
+
+
+def test_a_batch_of_dropped_samples_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"1 of 3 responses .* no group has the 2 that rloo needs"):
+        experience.usable([sample(0, None), sample(0, 1.0), sample(1, None)], config(algo="rloo"), ALONE)
+
+
+def test_held_out_metrics_by_prompt() -> None:
+    """Mean over the scored responses; pass@k over prompts, a dropped response being no right one."""
+    samples = [sample(0, 0.0), sample(0, 1.0), sample(1, 0.0), sample(1, 0.0), sample(2, None), sample(2, 1.0)]
+    settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
+    found = experience.held_out_metrics(samples, settings, ALONE)
+    assert found == {"eval/accuracy": pytest.approx(2 / 5), "eval/pass@2": pytest.approx(2 / 3)}
+
+
+def test_off_policy_metrics_by_hand() -> None:
+    """Ratios are those before the cap, and clamped as in the kernels."""
+    samples = [sample(0, 1.0, version=3), sample(0, 1.0, version=4)]
+    old, behaviour = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0, -3.0, -31.0])
+    found = experience.off_policy_metrics(config(schedule={"staleness": 1}), samples, old, behaviour, 5, ALONE)
+    ratios = [1.0, float(np.exp(1.0)), float(np.exp(20.0))]
+    assert found["off_policy/staleness"] == 1.5
+    assert found["off_policy/ratio_mean"] == pytest.approx(sum(ratios) / 3)
+    assert found["off_policy/ratio_max"] == pytest.approx(ratios[2])
+    assert found["off_policy/capped_fraction"] == pytest.approx(2 / 3)
+    of_pairs = config(algo="online_dpo", schedule={"staleness": 1})
+    assert experience.off_policy_metrics(of_pairs, samples, old, behaviour, 5, ALONE) == {"off_policy/staleness": 1.5}
+
+
+@pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
+def test_correction_follows_staleness_and_numerics(algo: str) -> None:
+    """On by default where samples are not the policy's own, for losses of a ratio; off where it was turned off."""
+    has_ratio = algo in ("ppo", "rloo", "grpo")
+    assert not experience.corrects(config(algo=algo))
+    for elsewhere in (
+        {"schedule": {"staleness": 1}},
+        {"generation": {"backend": "vllm"}},
+        {"model": {"dtype": "bfloat16"}},
+    ):
+        assert experience.corrects(config(algo=algo, **elsewhere)) == has_ratio
+        assert experience.recomputes_old(config(algo=algo, **elsewhere)) == has_ratio
+    off = config(algo=algo, generation={"backend": "vllm"}, off_policy={"correction": False})
+    assert not experience.corrects(off)
