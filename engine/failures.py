@@ -78,7 +78,7 @@ def clear(run_dir: Path, rank: int) -> None:
 
 def leave(run_dir: Path, rank: int, error: Exception) -> None:
     """Writes this rank's error for rank 0 and the launcher, unless it only follows from another rank's."""
-    if not _lost_connection(error):
+    if not lost_connection(error):
         run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
         what = "".join(traceback.format_exception_only(error)).strip()
         text = f"{what}\n\n{''.join(traceback.format_exception(error))}"
@@ -94,7 +94,7 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     global _ending
     _ending = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not isinstance(error, KeyboardInterrupt) and not _lost_connection(error):
+    if not isinstance(error, KeyboardInterrupt) and not lost_connection(error):
         return error
     # The launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file.
     deadline = time.monotonic() + (0 if isinstance(error, KeyboardInterrupt) else PATIENCE)
@@ -144,7 +144,7 @@ def _left(run_dir: Path) -> tuple[int, str] | None:
     return None
 
 
-def _lost_connection(error: BaseException) -> bool:
+def lost_connection(error: BaseException) -> bool:
     """True for the error of a collective whose other side is gone or silent; gloo has no class of its own for it."""
     from torch.distributed import DistError
 

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when the run finished, 2 for a configuration that cannot work, 130 or 143 when stopped by Ctrl-C or SIGTERM,
-        1 when a rank failed; a failure in this process raises.
+        1 when another rank failed or was lost; a failure in this process raises.
     """
     argv = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by the caller: no file opened later may take its place
@@ -78,6 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         return failures.status(error)
+    except failures.RankFailed as error:  # that rank has printed its traceback; our launcher has the last word
+        if launch.LAUNCHER not in os.environ:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not failures.lost_connection(error):
+            raise
+        print(
+            f"rank {os.environ.get('RANK')}: {' '.join(str(error).split())}", file=sys.stderr
+        )  # follows from another's
+        return 1
     return 0
 
 

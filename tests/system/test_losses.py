@@ -34,7 +34,9 @@ class Oracle:
 
     @staticmethod
     def _logprobs(model: Any, sample: Sample) -> Tensor:
-        logits = model(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logits = model(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[
+            0, len(sample.prompt_ids) - 1 : -1
+        ]
         return (logits / TEMPERATURE).log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
 
     def margin(self, chosen: int, rejected: int) -> Tensor:

@@ -140,13 +140,17 @@ def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path
             assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), (one["step"], key)
 
 
-def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path, staleness: int) -> None:
+    """In turns, and by a thread beside the trainer."""
     pytest.importorskip("vllm")
-    more = "--algo rloo --generation.backend vllm --launch.ranks 2 --train.zero_stage 3 --train.learning_rate 1e-3"
-    run_engine(short(tiny_model, tmp_path, "v") + more + " --memory.kv_cache_gib 0.25")
+    more = "--algo rloo --generation.backend vllm --launch.ranks 2 --train.zero_stage 3 --train.learning_rate 1e-3 "
+    more += f"--memory.kv_cache_gib 0.25 --schedule.staleness {staleness}"
+    run_engine(short(tiny_model, tmp_path, "v") + more)
     check_folder(tmp_path / "v", 3)
-    gaps = [row["weights/logprob_gap_mean"] for row in steps(tmp_path / "v")]
-    assert all(gap < 1e-4 for gap in gaps), "after large steps, too"
+    rows = steps(tmp_path / "v")
+    assert all(row["weights/logprob_gap_mean"] < 1e-4 for row in rows), "after large steps, too"
+    assert [row["off_policy/staleness"] for row in rows] == [0, staleness, staleness]
 
 
 def test_crash_leaves_a_report_and_a_failing_status(tiny_model: str, tmp_path: Path) -> None:
