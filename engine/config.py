@@ -482,7 +482,7 @@ class Config(Section):
             raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
 
     def _check_schedule(self, world_size: int) -> None:
-        schedule, memory = self.schedule, self.memory
+        schedule = self.schedule
         if schedule.placement == "split":
             if world_size <= schedule.generators:
                 raise ConfigError(

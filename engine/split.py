@@ -202,7 +202,9 @@ class SplitTraining(Turns):
         self._step, self._cursor = (last.step + 1, last.cursor) if last else (step, cursor)
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        return self._proved | self._last | {"idle/train": waited / step_seconds}
+        found = self._proved | self._last | {"idle/train": waited / step_seconds}
+        self._proved = {}
+        return found
 
     def close(self) -> None:
         self._settle()

@@ -171,7 +171,9 @@ class Overlapping(Turns):
             self._next.set_result(batches[0])
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        return self._proved | {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
+        found = self._proved | {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
+        self._proved = {}
+        return found
 
     def close(self) -> None:
         self._thread.shutdown()
