@@ -6,8 +6,6 @@ and ``--help``. This module imports no torch, so that a bad configuration fails 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -427,179 +425,9 @@ class Config(Section):
         Raises:
             ConfigError: with one line for the first thing that is wrong and what to do about it.
         """
-        self._check_sources()
-        self._check_schedule(world_size)
-        self._check_batches(world_size - self.generating_ranks)
-        if self.generation.top_p != 1.0:
-            raise ConfigError(
-                f"generation.top_p is {self.generation.top_p}, but training needs 1: truncated sampling biases the "
-                "policy ratio by the probability mass it keeps"
-            )
-        if self.rollout.missing_eos_penalty is not None and self.rollout.missing_eos_reward is not None:
-            raise ConfigError(
-                "rollout.missing_eos_penalty lowers the reward, rollout.missing_eos_reward replaces it: give one"
-            )
-        if self.kl.target is not None and self.kl.coef == 0:
-            raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
-        if self.kl.target is not None and not self.has_policy_ratio:
-            raise ConfigError(f"kl.target steers the KL penalty, and {self.algo} has none: leave it out")
-        if self.eval.samples_per_prompt > 1 and self.eval.temperature == 0:
-            raise ConfigError(
-                "eval.samples_per_prompt above 1 needs an eval.temperature above 0: greedy responses are all the same"
-            )
-        if self.off_policy.correction is False and self.schedule.staleness > 0 and self.has_policy_ratio:
-            raise ConfigError("off_policy.correction cannot be off with schedule.staleness > 0")
-        if self.off_policy.correction and not self.has_policy_ratio:
-            raise ConfigError(
-                f"off_policy.correction weighs a policy ratio, and {self.algo} has none: it learns from samples of any "
-                "policy as they are; leave it out"
-            )
-        if self.rollout.samples_per_prompt < self.least_group:
-            raise ConfigError(
-                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {self.algo} compares a response "
-                f"with the others to its prompt: it needs at least {self.least_group}"
-            )
-        if self.dpo.label_smoothing and self.dpo.loss != "sigmoid":
-            raise ConfigError(f"dpo.label_smoothing goes with dpo.loss sigmoid, not {self.dpo.loss}: leave it out")
-        if self.algo != "grpo" and self.kl.estimator not in (None, "k1"):
-            raise ConfigError(
-                f"kl.estimator {self.kl.estimator} belongs into a loss, but {self.algo} has the KL in its reward: "
-                "leave it out"
-            )
-        if self.algo == "ppo" and self.ppo.value_warmup_steps >= self.train.steps:
-            raise ConfigError(
-                f"ppo.value_warmup_steps ({self.ppo.value_warmup_steps}) leaves none of train.steps "
-                f"({self.train.steps}) to train the policy"
-            )
-        self._check_sampler(world_size, device_type)
-        home = {"triton": "cuda", "cpu": "cpu"}.get(self.train.kernel_backend or "", device_type)
-        if home != device_type:
-            raise ConfigError(
-                f"train.kernel_backend {self.train.kernel_backend} runs on {home}, this run on {device_type}: "
-                "leave it out"
-            )
-        if self.model.dtype == "float16" and device_type == "cpu":
-            raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
+        from engine import config_checks
 
-    def _check_schedule(self, world_size: int) -> None:
-        schedule = self.schedule
-        if schedule.placement == "split":
-            if world_size <= schedule.generators:
-                raise ConfigError(
-                    f"schedule.placement split needs ranks that train besides the {schedule.generators} that generate "
-                    f"(schedule.generators), and this run has {world_size} in all: set launch.ranks, or take fewer"
-                )
-            self._check_awake("with schedule.placement split, where nobody makes room for anybody")
-            if self.rollout.prompts_per_step % schedule.generators:
-                raise ConfigError(
-                    f"rollout.prompts_per_step ({self.rollout.prompts_per_step}) must be a multiple of "
-                    f"schedule.generators ({schedule.generators})"
-                )
-        elif schedule.generators != 1:
-            raise ConfigError("schedule.generators goes with schedule.placement split: leave it out")
-        elif schedule.staleness > 1:
-            raise ConfigError(
-                f"schedule.staleness {schedule.staleness} needs schedule.placement split: on the same devices "
-                "generation can be one batch ahead at most"
-            )
-        elif schedule.staleness == 1:
-            self._check_awake(
-                "with schedule.staleness 1 on the same devices, where sampler and trainer are awake at once (or take "
-                "schedule.placement split)"
-            )
-            if self.generation.tensor_parallel > 1:
-                raise ConfigError(
-                    "generation.tensor_parallel above 1 does not go with schedule.staleness 1 on the same devices: "
-                    "leave it out, or take schedule.placement split"
-                )
-
-    def _check_awake(self, where: str) -> None:
-        memory = self.memory
-        for key, value, allowed in (
-            ("memory.sleep", memory.sleep, ("auto", "none")),
-            ("memory.offload", memory.offload, ("auto", "off")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{key} {value} does not go {where}: leave it out")
-
-    def _check_sampler(self, world_size: int, device_type: str) -> None:
-        generation = self.generation
-        if generation.backend == "vllm" and generation.temperature < 0.01:
-            raise ConfigError("generation.temperature below 0.01 is changed by vLLM: take generation.backend hf")
-        if generation.backend != "vllm" and generation.tensor_parallel > 1:
-            raise ConfigError(
-                "generation.tensor_parallel joins ranks under one vLLM engine: leave it at 1, or take "
-                "generation.backend vllm"
-            )
-        samplers = self.generating_ranks or world_size
-        if samplers % generation.tensor_parallel:
-            raise ConfigError(
-                f"generation.tensor_parallel ({generation.tensor_parallel}) must divide the number of ranks "
-                f"that generate ({samplers})"
-            )
-        if self.memory.explain and device_type == "cpu":
-            raise ConfigError("memory.explain is about GPUs and there is none here: say which by memory.gpu_gib")
-
-    def _check_sources(self) -> None:
-        data, reward = self.data, self.reward
-        if (data.task is None) == (data.path is None):
-            raise ConfigError("give prompts by exactly one of data.task and data.path")
-        if data.task is not None and data.chat_template:
-            raise ConfigError("data.chat_template: the prompts of an embedded task (data.task) are no chat messages")
-        if data.task is None and self.model.path is None:
-            raise ConfigError(
-                "model.path is missing: only an embedded task (data.task) has a starting model of its own"
-            )
-        if data.task is None and not reward.sources:
-            raise ConfigError(
-                "reward.function, reward.model or reward.url is missing: only an embedded task (data.task) has a "
-                "verifier of its own"
-            )
-        if unused := [name for name in reward.weights if name not in reward.sources]:
-            raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
-        if reward.url is not None and not reward.url.startswith(("http://", "https://")):
-            raise ConfigError(f"reward.url '{reward.url}' must start with http:// or https://")
-        if reward.function is not None and reward.function.count(":") != 1:
-            raise ConfigError(f"reward.function '{reward.function}' must read 'module:function' or 'file.py:function'")
-        if reward.function is not None and (file := reward.function.split(":")[0]).endswith(".py"):
-            _must_exist("reward.function", file)
-        if reward.function is not None and not reward.function.split(":")[0].endswith(".py"):
-            module = reward.function.split(":")[0]
-            if importlib.util.find_spec(module.split(".")[0]) is None:
-                raise ConfigError(f"reward.function '{reward.function}': there is no module '{module}' to import")
-        for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-            if path is not None and (path.endswith((".jsonl", ".parquet")) or path.startswith((".", "/"))):
-                _must_exist(key, path)
-        for key, path in (
-            ("model.path", self.model.path),
-            ("model.value_path", self.model.value_path),
-            ("model.reference_path", self.model.reference_path),
-            ("reward.model", reward.model),
-        ):
-            if path is not None and path.startswith((".", "/")):
-                _must_exist(key, path)
-
-    def _check_batches(self, world_size: int) -> None:
-        rollout, train = self.rollout, self.train
-        if rollout.prompts_per_step % world_size:
-            raise ConfigError(
-                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of the number of ranks "
-                f"({world_size})"
-            )
-        if self.episodes_per_step % (train.minibatches_per_batch * world_size):
-            raise ConfigError(
-                f"{self.episodes_per_step} episodes a step (rollout.prompts_per_step x samples_per_prompt) do not "
-                f"split into {train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on "
-                f"{world_size} rank(s)"
-            )
-        together = 2 if self.algo == "online_dpo" else 1
-        longest = together * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-        if train.tokens_per_microbatch < longest:
-            raise ConfigError(
-                f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest "
-                f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}"
-                f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {longest}"
-            )
+        config_checks.check(self, world_size, device_type)
 
     @property
     def generating_ranks(self) -> int:
@@ -671,8 +499,3 @@ class Config(Section):
 
 class ConfigError(ValueError):
     """The configuration cannot work; the message is one line that says why and what to do."""
-
-
-def _must_exist(key: str, path: str) -> None:
-    if not os.path.exists(path):
-        raise ConfigError(f"{key}: there is no '{path}'")
