@@ -184,7 +184,7 @@ def test_ppo(check: Callable[..., dict[str, float]], update: Updates) -> None:
     gamma, lam, expected_value_loss = 0.9, 0.8, []
 
     def expected(oracle: Oracle) -> Tensor:
-        update.trainer.value = update._value
+        update.trainer.value = update.value
         before, after = update.trainer.values(oracle.samples)
         advantages, errors = [], []
         for i, values in enumerate(before.double().split(oracle.lengths)):

@@ -93,7 +93,7 @@ class Updates:
                 parameter.add_(0.02 * torch.randn_like(parameter))
             torch.nn.init.normal_(value.model.score.weight, std=0.1)
         self.trainer = Trainer(config("ppo"), world, policy=models.load_policy(model), reference=reference, value=value)
-        self._value = self.trainer.value
+        self.value = self.trainer.value
         self._captured: dict[str, dict[str, torch.Tensor]] = {}
         for name, engine in self.trainer.engines.items():
             parameters = dict(engine.module.named_parameters())
@@ -113,7 +113,7 @@ class Updates:
         """One update on this rank's samples, those of them that are usable, as the loop makes it."""
         trainer, world = self.trainer, self.world
         trainer.config = config(algo, **sections)
-        trainer.value = self._value if algo == "ppo" else None
+        trainer.value = self.value if algo == "ppo" else None
         samples = experience.usable(samples, trainer.config, world)
         drifts = [drift(sample) for sample in samples]
         old = trainer.logprobs(trainer.policy, samples) + (torch.cat(drifts) if drifts else torch.empty(0))
