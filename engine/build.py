@@ -17,7 +17,7 @@ from engine.generation.base import Generator
 from engine.proof import Proof
 from engine.source import Source
 from engine.split import SplitTraining
-from engine.training import models
+from engine.training import lora, models
 from engine.training.trainer import Trainer
 from engine.turns import Alternating, Overlapping, Turns
 
@@ -112,8 +112,10 @@ def _generator(
 def _trainer(config: Config, path: str, world: World, say: Callable[[str], None]) -> Trainer:
     checkpointing, dtype = config.model.gradient_checkpointing, getattr(torch, config.model.dtype)
     policy = models.load_policy(path, checkpointing, dtype)
+    if config.lora.rank:
+        lora.add_adapters(policy.model, config.lora, config.seed)
     frozen = config.model.reference_path or path
-    reference = models.load_policy(frozen, dtype=dtype) if config.has_reference else None
+    reference = models.load_policy(frozen, dtype=dtype) if config.loads_reference else None
     value = None
     if config.algo == "ppo":
         value_path = config.model.value_path or path

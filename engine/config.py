@@ -48,13 +48,27 @@ class Model(Section):
         "sequence classifier with one label. Default: model.path",
     )
     reference_path: Path | None = Field(
-        None, description="Frozen reference policy for the KL penalty. Default: model.path"
+        None,
+        description="Frozen reference policy for the KL penalty. Default: model.path; with lora.rank it takes no memory",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Numbers the models compute in; optimizer states and master weights are fp32 always"
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time"
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters (LoRA) instead of training every weight of the policy; needs the package peft."""
+
+    rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="Rank of the adapters; 0 trains the policy's own weights. The value model is trained whole"
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="Adapters count alpha / rank times")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Linear layers with an adapter, such as [q_proj, v_proj]. Default: all but the head",
     )
 
 
@@ -391,6 +405,7 @@ class Config(Section):
     live: bool | None = Field(None, description="Live display or plain lines. Default: live on a terminal")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables to set before anything loads")
     model: Model = Field(default_factory=Model)
+    lora: Lora = Field(default_factory=Lora)
     data: Data = Field(default_factory=Data)
     reward: Reward = Field(default_factory=Reward)
     rollout: Rollout = Field(default_factory=Rollout)
@@ -448,6 +463,11 @@ class Config(Section):
     def has_reference(self) -> bool:
         """True where the run holds a frozen reference policy: for a KL penalty, or for pairs."""
         return self.algo == "online_dpo" or (self.kl.coef > 0 and self.algo != "bok")
+
+    @property
+    def loads_reference(self) -> bool:
+        """True where the reference is a model of its own; with LoRA it can be the policy without its adapters."""
+        return self.has_reference and not (self.lora.rank and self.model.reference_path is None)
 
     @property
     def eval_metric(self) -> str:

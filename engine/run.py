@@ -20,7 +20,8 @@ NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 """Warnings of libraries about their own insides, which nobody who runs this can act on."""
 
 FIXED = {
-    "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "data.task", "data.path",
+    "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
+    "lora.alpha", "lora.target_modules", "data.task", "data.path",
     "data.split", "data.shuffle", "data.prompt_column", "data.chat_template", "rollout.max_prompt_tokens",
     "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch", "schedule.placement",
     "schedule.staleness", "schedule.generators",
@@ -130,9 +131,11 @@ def _check_resumed_run(config: Config, world_size: int) -> None:
 
 def _check_packages(config: Config) -> None:
     """What this run needs and the package imports without."""
-    needed = {"deepspeed": "training"} | (
-        {"vllm": "generation.backend vllm"} if config.generation.backend == "vllm" else {}
-    )
+    needed = {"deepspeed": "training"}
+    if config.generation.backend == "vllm":
+        needed["vllm"] = "generation.backend vllm"
+    if config.lora.rank:
+        needed["peft"] = "lora.rank"
     for package, purpose in needed.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,21 +11,28 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from engine.training import lora
+
 BUCKET_BYTES = 256 * 2**20
 
 
 def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
     """Every parameter of ``engine.module.model`` by its Hugging Face name, whole, a tied one once, in layer order.
 
-    Without ZeRO-3 these are the parameters themselves. Under ZeRO-3 each rank holds a part of each; a bucket is
+    Without ZeRO-3 these are the parameters themselves; LoRA's adapters come merged into copies. Under ZeRO-3 each rank holds a part of each; a bucket is
     gathered in one collective, yielded and released: tensors are valid until the next one is taken, and every rank must
     consume the iterator to its end.
     """
+    named = _whole(lora.factors_first(engine.module.named_parameters()))
+    for name, tensor in lora.merged(named, engine.module):
+        yield name.removeprefix(prefix), tensor
+
+
+def _whole(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by the names they come with, gathered if need be."""
     bucket: list[tuple[str, Any]] = []
     size = 0
-    parameter: Any
-    for name, parameter in engine.module.named_parameters():
-        name = name.removeprefix(prefix)
+    for name, parameter in named:
         if not hasattr(parameter, "ds_tensor"):
             yield name, parameter.detach()
             continue
@@ -40,8 +48,13 @@ def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tu
 def manifest(engine: DeepSpeedEngine, prefix: str = "model.") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and numbers of what ``full_weights`` yields, in its order; gathers nothing."""
     return [
-        (name.removeprefix(prefix), tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
+        (
+            lora.base_name(name).removeprefix(prefix),
+            tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            parameter.dtype,
+        )
         for name, parameter in engine.module.named_parameters()
+        if not lora.FACTOR.search(name)
     ]
 
 
@@ -60,7 +73,15 @@ def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def export(engine: DeepSpeedEngine, folder: str, write: bool) -> None:
-    """Saves ``engine.module.model`` as a Hugging Face folder; every rank gathers, ``write`` says who saves."""
+    """Saves ``engine.module.model`` as a Hugging Face folder; every rank gathers, ``write`` says who saves.
+
+    LoRA's adapters are merged, and saved apart too, in the folder ``adapter``.
+    """
+    model = engine.module.model
     state = {name: tensor.clone().cpu() for name, tensor in full_weights(engine) if write}
+    named = ((name, parameter) for name, parameter in model.named_parameters() if lora.FACTOR.search(name))
+    factors = {name: tensor.clone().cpu() for name, tensor in _whole(named) if write}
     if write:
-        engine.module.model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder, state_dict=state)
+    if factors:
+        lora.save(model, factors, Path(folder) / "adapter")

@@ -16,45 +16,16 @@ from engine import experience
 from engine.config import Config
 from engine.distributed import World
 from engine.sample import Sample
-from engine.training import liger, models, zero
+from engine.training import liger, lora, models, zero
 from engine.training.averages import Averages
 from engine.training.gap import Gap
 from engine.training.offload import HostStates
 from engine.training.packing import Microbatch, microbatches
+from engine.training.token_store import TokenStore
 
 
 class WeightsDisagreeError(RuntimeError):
     """Sampler and trainer give different log-probabilities to the same tokens: they do not hold the same weights."""
-
-
-class TokenStore:
-    """Flat per-token vectors of a rank's samples, responses end to end in the samples' order."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
-        self.cu_seqlens = lengths.cumsum(0)
-        self._borders = self.cu_seqlens.tolist()
-
-    def take(self, vector: Tensor, batch: Microbatch) -> Tensor:
-        """The rows of a microbatch, in its order, on its device."""
-        if not batch.counts:
-            return vector.new_zeros(len(batch.rows)).to(batch.rows.device)
-        parts = [vector[self._borders[i] : self._borders[i + 1]] for i in batch.indices]
-        return torch.cat(parts).to(batch.rows.device)
-
-    def put(self, vector: Tensor, batch: Microbatch, rows: Tensor) -> None:
-        """Writes a microbatch's rows to their samples' places."""
-        for i, part in zip(batch.indices, rows.split(batch.cu_seqlens.diff().tolist()), strict=True):
-            vector[self._borders[i] : self._borders[i + 1]] = part
-
-    def rows(self, indices: Sequence[int]) -> Tensor:
-        """[R] int64 places of the tokens of some samples."""
-        parts = [torch.arange(self._borders[i], self._borders[i + 1]) for i in indices]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-    def empty(self) -> Tensor:
-        """An fp32 vector for every response token; NaN, so that a forgotten one shows."""
-        return torch.full((self._borders[-1],), torch.nan)
 
 
 class Trainer:
@@ -131,8 +102,13 @@ class Trainer:
         return self._forward(engine, samples, lambda batch: engine(batch, **options))
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> Tensor | None:
-        """The same of the frozen reference; None if the run has none."""
-        return None if self.reference is None else self.logprobs(self.reference, samples)
+        """The same of the frozen reference, or of the policy without its adapters; None if the run has none."""
+        if self.reference is not None:
+            return self.logprobs(self.reference, samples)
+        if not (self.config.has_reference and self.config.lora.rank):
+            return None
+        with lora.without_adapters(self.policy.module):
+            return self.logprobs(self.policy, samples)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """The value model's estimates: [T] before each response token, [B] after the last."""

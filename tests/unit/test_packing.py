@@ -8,7 +8,7 @@ import torch
 from engine.distributed import World
 from engine.sample import Sample
 from engine.training import attention, packing
-from engine.training.trainer import TokenStore
+from engine.training.token_store import TokenStore
 
 
 class Alone(World):
