@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import learning
 from tests.system.helpers import ROOT, run_engine, steps
 
 QUICK = ROOT / "configs" / "quickstart.yaml"
@@ -195,6 +196,7 @@ def test_user_mistakes_found_late_are_one_line_too(tiny_model: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -207,3 +209,15 @@ def test_quickstart_learns(algo: str, seed: int, tmp_path: Path) -> None:
     assert 0.30 <= summary["accuracy_before"] <= 0.50
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.20
     assert summary["seconds"] < 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("algo", learning.ALGORITHMS)
+def test_every_algorithm_learns_on_either_schedule(algo: str, staleness: int, backend: str, tmp_path: Path) -> None:
+    """To the end of the quickstart; benchmarks/results/learning-cpu.json has what came out here."""
+    record = learning.run(algo, staleness, backend, 0, tmp_path, threads=1)
+    print(json.dumps(record))
+    assert record["accuracy_after"] >= record["accuracy_before"] + 0.15
