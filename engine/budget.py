@@ -92,9 +92,10 @@ class Budget:
                 f"generation.tensor_parallel ({parallel}) must divide the model's {policy.heads} attention heads"
             )
         vllm, samples = generation.backend == "vllm", side == "generate" or config.generating_ranks == 0
+        adapters = policy.adapters(config.lora.rank)  # beside all layers, should some have none
         models = _trained(config, policy) if side == "train" else {}
         engines = {
-            name: footprint.Engine(count, shape.embedding, item, stage, ranks)
+            name: footprint.Engine(count, shape.embedding, item, stage, ranks, adapters if name == "policy" else 0)
             for name, (shape, count) in models.items()
         }
         always = {f"{name} weights": engine.weights for name, engine in engines.items()}
@@ -117,6 +118,7 @@ class Budget:
         zero_copy = (
             vllm
             and takes_turns(config)
+            and not adapters
             and memory.zero_copy == "auto"
             and memory.sleep in ("auto", "none", "kv")
             and stage < 3
@@ -128,6 +130,8 @@ class Budget:
         sampling = footprint.vllm_activations(policy, item, parallel, sequences, rollout.max_prompt_tokens)
         if side == "generate":  # between two batches the trainer's tensors arrive, one at a time
             sampling = max(sampling, item * policy.embedding)
+        elif adapters:  # and here adapters are merged, a layer at a time, in fp32
+            sampling = max(sampling, (8 + item) * policy.hidden * policy.intermediate)
         return cls(
             config=config,
             side=side,
@@ -276,7 +280,7 @@ def _trained(config: Config, policy: ModelShape) -> dict[str, tuple[ModelShape, 
 def _frozen(config: Config, policy: ModelShape) -> dict[str, int]:
     """Parameters of the models that only forward passes read, by the names of their parts."""
     frozen = {}
-    if config.has_reference:
+    if config.loads_reference:
         path = config.model.reference_path
         frozen["reference weights"] = (model_shape.read("model.reference_path", path) if path else policy).policy
     if config.reward.model:

@@ -61,20 +61,28 @@ class Engine:
     """Bytes of a number it computes in: 2 or 4."""
     stage: int
     ranks: int
+    adapters: int = 0
+    """LoRA's parameters, beside ``parameters`` and trained in their place; 0 trains those."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters with gradients and optimizer states."""
+        return self.adapters or self.parameters
 
     def _shard(self, bytes_per_parameter: int) -> int:
-        return bytes_per_parameter * math.ceil(self.parameters / self.ranks)
+        return bytes_per_parameter * math.ceil(self.trained / self.ranks)
 
     @property
     def weights(self) -> int:
-        """The weights that forward passes read; under ZeRO-3 the rank's part."""
-        return self._shard(self.item) if self.stage == 3 else self.item * self.parameters
+        """The weights that forward passes read; under ZeRO-3 the rank's part, and small ones (adapters) whole."""
+        parameters = math.ceil(self.parameters / self.ranks) if self.stage == 3 else self.parameters
+        return self.item * (parameters + self.adapters)
 
     @property
     def states(self) -> int:
         """fp32 master weights and AdamW's two moments."""
         if self.stage == 0:  # on fp32 weights AdamW works in place
-            return (8 if self.item == 4 else 12) * self.parameters
+            return (8 if self.item == 4 else 12) * self.trained
         return self._shard(12)
 
     @property
@@ -86,7 +94,7 @@ class Engine:
     def accumulated(self) -> int:
         """Gradients between two microbatches. ZeRO-1 keeps its bucket with them until the step."""
         bucket = self.item * REDUCE_BUCKET
-        whole = self.item * self.parameters
+        whole = self.item * self.trained
         return {0: whole, 1: whole + bucket, 2: self._shard(self.item), 3: 0}[self.stage]
 
     @property
@@ -100,9 +108,9 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """A backward pass's gradients on top of ``accumulated``."""
-        largest = self.item * self.largest
+        largest = self.item * min(self.largest, self.trained)
         bucket = self.item * REDUCE_BUCKET
-        copy = min(max(largest, bucket), self.item * self.parameters)  # what is reduced is flattened first
+        copy = min(max(largest, bucket), self.item * self.trained)  # what is reduced is flattened first
         if self.stage < 2:
             return largest
         if self.stage == 2:
@@ -113,7 +121,7 @@ class Engine:
     def step(self) -> int:
         """An optimizer step in place of ``accumulated``: gradients, the same flattened, and in fp32."""
         if self.stage == 0:
-            return self.accumulated + 4 * self.parameters
+            return self.accumulated + 4 * self.trained
         kept = 0 if self.stage == 3 else self._shard(self.item)
         return kept + self._shard(self.item) + (self._shard(4) if self.item == 2 else 0)
 
@@ -128,6 +136,7 @@ class Pass:
     checkpointing: bool
     fused: bool
     """With Liger's RMSNorm and SwiGLU."""
+    frozen_head: bool = False
 
     def _norm(self, width: int) -> int:
         """RMSNorm of one token: its input and its output; plain, what it multiplied by too, once in fp32."""
@@ -171,13 +180,13 @@ class Pass:
         row = s.vocabulary * (ENTROPY_BYTES_PER_LOGIT if reshapes else b) + b * s.hidden
         row += 8 * math.ceil(s.vocabulary / SCAN_TILE) + 96
         chunk = max(1, int(workspace) // row)
-        sums = 4 * s.embedding if self.tokens > 2 * chunk and b == 2 else 0
+        sums = 4 * s.embedding if self.tokens > 2 * chunk and b == 2 and not self.frozen_head else 0
         return 2 * b * self.tokens * s.hidden + self.head_gradient + sums + row * min(chunk, self.tokens)
 
     @property
     def head_gradient(self) -> int:
         """dW."""
-        return self.item * self.shape.embedding
+        return 0 if self.frozen_head else self.item * self.shape.embedding
 
 
 def training(
@@ -199,7 +208,8 @@ def training(
     moments = []
     for place, (name, engine) in enumerate(engines.items()):
         shape = models[name][0]
-        one = Pass(shape, tokens, engine.item, config.model.gradient_checkpointing, _fused(shape))
+        checkpointing, frozen_head = config.model.gradient_checkpointing, engine.adapters > 0
+        one = Pass(shape, tokens, engine.item, checkpointing, _fused(shape), frozen_head)
         before = names if several else names[:place]
         gradients = sum(engines[other].accumulated for other in before)
         head = kept = 0

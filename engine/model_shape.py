@@ -57,6 +57,12 @@ class ModelShape:
         """Parameters of the same backbone with a head of one output."""
         return self.backbone + self.hidden
 
+    def adapters(self, rank: int) -> int:
+        """Parameters of LoRA adapters beside all linear layers but the head, as Llama and Qwen have them."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + query) + 2 * (self.hidden + key_value)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
+
 
 def read(key: str, path: str) -> ModelShape:
     """The shape of a Hugging Face folder, or of a model of that name on the hub.

@@ -159,7 +159,7 @@ class Session:
         metrics |= experience.off_policy_metrics(
             config, samples, batch.old_logprobs, behaviour, current.version - 1, world
         )
-        if config.kl.coef:
+        if config.kl.coef and config.has_policy_ratio:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None:
             current.kl_coef = kl_control.adapted(

@@ -81,7 +81,7 @@ def base_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def factors_first[T](named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def factors_first(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The same parameters in the same order, but each adapter ahead of the weight it stands beside."""
     for _, layer in groupby(named, key=lambda one: re.split(r"\.base_layer\.|\.lora_[AB]\.", one[0])[0]):
         yield from sorted(layer, key=lambda one: FACTOR.search(one[0]) is None)
