@@ -70,14 +70,13 @@ def by_setting(records: list[dict[str, Any]]) -> dict[tuple[str, str, int], list
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown: a row a setting, means over its seeds, with each seed's gain."""
-    lines = ["| algorithm | sampler | staleness | before | after | each seed | points | seconds |", "|---" * 8 + "|"]
+    lines = ["| algorithm | sampler | staleness | before | after | each seed | points |", "|---" * 7 + "|"]
     for (algo, backend, staleness), seeds in by_setting(records).items():
         before, after = (statistics.mean(one[f"accuracy_{when}"] for one in seeds) for when in ("before", "after"))
         each = ", ".join(f"{one['accuracy_after']:.1%}" for one in sorted(seeds, key=lambda one: one["seed"]))
-        seconds = statistics.mean(one["seconds"] for one in seeds)
         lines.append(
             f"| {algo} | {backend} | {staleness} | {before:.1%} | {after:.1%} | {each} | "
-            f"{100 * (after - before):+.1f} | {seconds:.0f} |"
+            f"{100 * (after - before):+.1f} |"
         )
     return "\n".join(lines)
 

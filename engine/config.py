@@ -49,7 +49,7 @@ class Model(Section):
     )
     reference_path: Path | None = Field(
         None,
-        description="Frozen reference policy for the KL penalty. Default: model.path; with lora.rank it takes no memory",
+        description="Frozen reference policy. Default: model.path, which with lora.rank takes no memory of its own",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Numbers the models compute in; optimizer states and master weights are fp32 always"
@@ -65,7 +65,7 @@ class Lora(Section):
     rank: Annotated[int, Field(ge=0)] = Field(
         0, description="Rank of the adapters; 0 trains the policy's own weights. The value model is trained whole"
     )
-    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="Adapters count alpha / rank times")
+    alpha: Positive = Field(32, description="Adapters count alpha / rank times")
     target_modules: list[str] = Field(
         default_factory=list,
         description="Linear layers with an adapter, such as [q_proj, v_proj]. Default: all but the head",

@@ -19,9 +19,9 @@ BUCKET_BYTES = 256 * 2**20
 def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
     """Every parameter of ``engine.module.model`` by its Hugging Face name, whole, a tied one once, in layer order.
 
-    Without ZeRO-3 these are the parameters themselves; LoRA's adapters come merged into copies. Under ZeRO-3 each rank holds a part of each; a bucket is
-    gathered in one collective, yielded and released: tensors are valid until the next one is taken, and every rank must
-    consume the iterator to its end.
+    Without ZeRO-3 these are the parameters themselves; LoRA's adapters come merged into copies. Under ZeRO-3 each rank
+    holds a part of each; a bucket is gathered in one collective, yielded and released: tensors are valid until the next
+    one is taken, and every rank must consume the iterator to its end.
     """
     named = _whole(lora.factors_first(engine.module.named_parameters()))
     for name, tensor in lora.merged(named, engine.module):
