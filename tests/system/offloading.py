@@ -74,7 +74,7 @@ def main(model: str, folder: str) -> None:
     with distributed.joined("cpu", 1) as world:
         for stage, dtype in ((2, "float32"), (3, "bfloat16")):
             one = compare(model, stage, dtype, world)
-            path = state.save(Path(folder) / str(stage), state.OnlineTrainerState(), one, world, keep=1)
+            path = state.save(Path(folder) / str(stage), state.OnlineTrainerState(), one, [], world, keep=1)
             other = trainer(model, stage, dtype, world, seed=1)
             state.load(path, other, world)
             other.offload()

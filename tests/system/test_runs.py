@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import engine.run
 from benchmarks import learning
 from tests.system.helpers import ROOT, run_engine, steps
 
@@ -141,7 +142,7 @@ def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path
             assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), (one["step"], key)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path, staleness: int) -> None:
     """In turns, and by a thread beside the trainer."""
     pytest.importorskip("vllm")
@@ -165,15 +166,17 @@ def test_crash_leaves_a_report_and_a_failing_status(tiny_model: str, tmp_path: P
     assert "RewardError" in (tmp_path / "c" / "report.html").read_text()
 
 
-def test_resume_takes_new_settings_and_refuses_other_runs(tiny_model: str, tmp_path: Path) -> None:
+def test_resume_takes_new_settings_and_refuses_other_runs(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A new learning rate and KL coefficient hold; another algorithm, stage or precision is refused in one line."""
     run = tmp_path / "r"
     run_engine(short(tiny_model, tmp_path, "r") + "--algo ppo --train.steps 1 --kl.coef 0.01")
     config = (run / "config.yaml").read_text()
     others = ("--algo rloo", "--train.zero_stage 2", "--model.dtype bfloat16", "--seed 1", "--launch.ranks 2")
     for change in (*others, "--data.split other", "--train.minibatches_per_batch 2", "--name other"):
-        refused = run_engine(f"--resume {run} --train.steps 2 {change}", ok=False)
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+        assert engine.run.main(["--resume", str(run), "--train.steps", "2", *change.split()]) == 2
+        assert capsys.readouterr().err.count("\n") == 1, change
         assert (run / "config.yaml").read_text() == config
     more = "--train.steps 2 --train.schedule constant --train.learning_rate 7e-6 --ppo.value_learning_rate 3e-6"
     run = run.rename(tmp_path / "moved, with a comma")

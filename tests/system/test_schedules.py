@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -60,13 +61,35 @@ def test_a_split_run_without_staleness_is_the_colocated_run(runs: Path, tiny_mod
             assert there[key] == pytest.approx(here[key], rel=1e-6, abs=1e-9), key
 
 
-@pytest.mark.parametrize("where", ["--schedule.placement split", "--launch.ranks 1"])
-def test_killed_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path, where: str) -> None:
-    """Sampled by older weights than those in the checkpoint; no prompt is skipped or comes twice in an epoch."""
-    more = (
-        f"--algo rloo --save.every_steps 2 --save.samples_per_step 32 --train.steps 4 --schedule.staleness 1 {where} "
-    )
-    more += "--train.learning_rate 1e-3 --eval.every_steps 0 "
+AHEAD = (
+    "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --train.steps 4 --schedule.staleness 1 "
+    "--train.learning_rate 1e-3 --eval.every_steps 0 "
+)
+
+
+def check_resumed(whole: Path, parts: Path) -> None:
+    """The same samples, of the same versions; no prompt is skipped or comes twice in an epoch."""
+    assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
+    assert [row["policy_version"] for row in samples(whole)[::32]] == [0, 0, 1, 2]
+    assert len({row["prompt"] for row in samples(parts)}) == 4 * 8, "every prompt of the epoch once"
+    for expected, got in zip(steps(whole), steps(parts), strict=True):
+        for key in ("reward/mean", "off_policy/ratio_mean", "policy/loss", "policy/grad_norm", "progress/epoch"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), key
+
+
+def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, tmp_path: Path) -> None:
+    run_engine(short(tiny_model, tmp_path, "whole") + AHEAD)
+    parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(parts / "checkpoints" / "step-000004")
+    run_engine(f"--resume {parts}")
+    check_resumed(tmp_path / "whole", parts)
+    proofs = [row["weights/logprob_gap_mean"] for row in steps(parts) if "weights/logprob_gap_mean" in row]
+    assert len(proofs) == 4 and max(proofs) < 1e-4, "by the first batch, and at three hand-overs"
+
+
+def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path) -> None:
+    """Sampled by older weights than those in the checkpoint."""
+    more = AHEAD + "--schedule.placement split "
     run_engine(short(tiny_model, tmp_path, "whole") + more)
     (tmp_path / "deadly.py").write_text(
         "import os, signal\nfrom even import even\ncalls = 0\n"
@@ -78,12 +101,7 @@ def test_killed_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
     run_engine(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
-    assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
-    assert [row["policy_version"] for row in samples(whole)[::32]] == [0, 0, 1, 2]
-    assert len({row["prompt"] for row in samples(parts)}) == 4 * 8, "every prompt of the epoch once"
-    for expected, got in zip(steps(whole), steps(parts), strict=True):
-        for key in ("reward/mean", "off_policy/ratio_mean", "policy/loss", "policy/grad_norm", "progress/epoch"):
-            assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), key
+    check_resumed(whole, parts)
 
 
 def test_either_side_takes_the_other_down_and_says_why(tiny_model: str, tmp_path: Path) -> None:
