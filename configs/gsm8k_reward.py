@@ -7,7 +7,8 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def last_number(completions: list[str], answer: list[str], **_: object) -> list[float]:
     """Compares as numbers: 1,000 is 1000.0. ``answer`` is the data set's column, with the result after ``####``."""
-    return [float(_last(completion) == _last(right)) for completion, right in zip(completions, answer, strict=True)]
+    pairs = [(_last(completion), _last(right)) for completion, right in zip(completions, answer, strict=True)]
+    return [float(given is not None and given == wanted) for given, wanted in pairs]
 
 
 def _last(text: str) -> float | None:

@@ -8,181 +8,118 @@ reason why not; an unknown one is refused. docs/from-async-rlhf.md has the same 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from typing import Any
 
 import yaml
 
 from engine import cli
-from engine.config import ConfigError
+from engine.async_rlhf_keys import (
+    DEFAULTS,
+    DERIVED,
+    FOREIGN,
+    IGNORED,
+    LAUNCHER,
+    LAUNCHER_LEFT_OUT,
+    LEFT_OUT,
+    NOT_YET,
+    RENAMED,
+    SCRIPTS,
+)
+from engine.config import Config, ConfigError
 
-SCRIPTS = {"online_dpo.py": "online_dpo", "rloo.py": "rloo", "ppov2.py": "ppo"}
-
-RENAMED = {
-    "model_name_or_path": "model.path",
-    "reward_model_path": "reward.model",
-    "dataset_name": "data.path",
-    "dataset_train_split": "data.split",
-    "dataset_test_split": "data.eval_split",
-    "max_length": "rollout.max_prompt_tokens",
-    "response_length": "rollout.max_response_tokens",
-    "temperature": "generation.temperature",
-    "learning_rate": "train.learning_rate",
-    "num_ppo_epochs": "train.epochs_per_batch",
-    "num_mini_batches": "train.minibatches_per_batch",
-    "cliprange_value": "ppo.value_clip",
-    "vf_coef": "ppo.value_coef",
-    "gamma": "ppo.gamma",
-    "lam": "ppo.lam",
-    "kl_coef": "kl.coef",
-    "beta": "dpo.beta",
-    "label_smoothing": "dpo.label_smoothing",
-    "rloo_k": "rollout.samples_per_prompt",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "max_grad_norm": "train.max_grad_norm",
-    "adam_epsilon": "train.adam_eps",
-    "weight_decay": "train.weight_decay",
-    "warmup_steps": "train.warmup_steps",
-    "seed": "seed",
-    "output_dir": "output_dir",
-    "lora_r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-}
-"""Keys that mean the same under another name."""
-
-DERIVED = {
-    "sft_model_path": "model.path; in PPO the value model starts from reward_model_path (model.value_path)",
-    "total_episodes": "train.steps: this over the batch",
-    "per_device_train_batch_size": "rollout.prompts_per_step: times accumulation, minibatches and training processes",
-    "gradient_accumulation_steps": "rollout.prompts_per_step; microbatches are filled by train.tokens_per_microbatch",
-    "loss_type": "dpo.loss: sigmoid, ipo or hinge",
-    "cliprange": "train.clip_low and train.clip_high",
-    "non_eos_penalty": "rollout.missing_eos_reward, if true",
-    "penalty_reward_value": "rollout.missing_eos_reward, if non_eos_penalty is true",
-    "stop_token": "nothing for eos, which always stops; else generation.stop_tokens",
-    "vllm": "generation.backend vllm, and schedule.placement split unless single",
-    "single": "schedule.placement colocated",
-    "sync": "schedule.staleness: 0 if true, 1 if false, where vllm is",
-    "bok": "algo bok",
-    "bf16": "model.dtype bfloat16",
-    "fp16": "model.dtype float16 (theirs is mixed precision over fp32 weights; DeepSpeed keeps fp32 master weights)",
-    "torch_dtype": "model.dtype, where neither bf16 nor fp16 is true",
-    "lr_scheduler_type": "train.schedule",
-    "save_steps": "save.every_steps; a share below 1 is one of train.steps",
-    "eval_steps": "eval.every_steps; a share below 1 is one of train.steps",
-    "adam_beta1": "train.adam_betas",
-    "adam_beta2": "train.adam_betas",
-    "use_peft": "lora.rank, by lora_r",
-    "lora_target_modules": "lora.target_modules",
-    "env": "env",
-}
-"""Keys that others take part in."""
-
-_PLAN = "the memory plan decides"
-_PACKED = "sequences are packed by train.tokens_per_microbatch"
-_REPORT = "runs write report.html, metrics.jsonl and TensorBoard events by themselves"
-_PLACE = "runs lie in output_dir/name"
-LEFT_OUT = {
-    "vllm_device": "the last schedule.generators ranks generate",
-    "vllm_gpu_memory_utilization": _PLAN,
-    "local_rollout_forward_batch_size": _PACKED,
-    "per_device_eval_batch_size": _PACKED,
-    "whiten_rewards": "PPO whitens advantages (ppo.whiten_advantages), over all ranks; rewards are never whitened",
-    "output_global_parent_dir": _PLACE,
-    "wandb_run_id": _PLACE,
-    "run_name": _PLACE,
-    "report_to": _REPORT,
-    "logging_steps": _REPORT,
-    "save_generations": "save.samples_per_step: samples.jsonl",
-    "num_sample_generations": "save.samples_per_step: samples.jsonl",
-    "save_strategy": "by save.every_steps",
-    "evaluation_strategy": "by eval.every_steps",
-    "eval_strategy": "by eval.every_steps",
-    "hub_strategy": "nothing is uploaded",
-    "push_to_hub": "nothing is uploaded",
-    "hub_model_id": "nothing is uploaded",
-    "num_train_epochs": "train.steps counts batches",
-    "sanity_check": "give --train.steps and a small data file",
-    "ddp_find_unused_parameters": "DeepSpeed trains on any number of ranks",
-    "deepspeed": "train.zero_stage",
-    "config": "its values are here",
-}
-"""Keys without a counterpart, and why."""
-
-DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "auto": "float32"}
+LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": None}
+DTYPES = {"bfloat16": "bfloat16", "float16": "float32", "float32": "float32"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_mini_batches": 1,
-    "num_ppo_epochs": 4,
-    "rloo_k": 2,
-    "learning_rate": 5e-5,
-    "lr_scheduler_type": "linear",
-    "response_length": 53,
-    "max_length": 512,
-    "temperature": 0.7,
-    "kl_coef": 0.05,
-    "penalty_reward_value": -1,
-}
-"""async_rlhf's own, where a run of it depends on them and Tandem's are others."""
+DISTRIBUTED = {"DEEPSPEED": 1.0, "MULTI_GPU": 0.0, "NO": 0.0}
+"""Their gradient clipping if the launcher's file does not say: DeepSpeed's by accelerate, none elsewhere."""
 
 
-def translate(script: str, theirs: dict[str, Any], processes: int) -> tuple[dict[str, Any], list[str]]:
-    """Tandem's configuration as dotted keys, and a line for each key that has no part in it.
+def translate(
+    script: str, theirs: dict[str, Any], processes: int = 1, launcher: dict[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """Tandem's configuration, with nothing set that is not theirs, and a line for each key that has no part in it.
 
     Args:
         script: of async_rlhf.
         theirs: its keys and values.
         processes: those that train; a vLLM beside them is one more.
+        launcher: accelerate's file, with dotted keys. Default: the script was started without one.
 
     Raises:
-        ConfigError: a key or value that neither knows.
+        ConfigError: a key or value without a place in the table, or a run whose length cannot be told.
     """
     if script not in SCRIPTS:
         raise ConfigError(f"'{script}' is none of {', '.join(SCRIPTS)}")
     for key in theirs:
-        if key not in RENAMED and key not in DERIVED and key not in LEFT_OUT:
-            raise ConfigError(f"async_rlhf has no key '{key}' that this knows: leave it out")
+        if key in NOT_YET:
+            raise ConfigError(f"'{key}' is a key of {NOT_YET[key]}, which has no counterpart here yet")
+        if key in FOREIGN[script] or key not in RENAMED | DERIVED | LEFT_OUT:
+            raise ConfigError(f"async_rlhf's {script} has no key '{key}' that this knows: leave it out")
+    unread = IGNORED if SCRIPTS[script] != "online_dpo" else set()
     notes = [f"{key}: {LEFT_OUT[key]}" for key in theirs if key in LEFT_OUT]
-    given = DEFAULTS | theirs
+    notes += [f"{key}: {script} does not read it" for key in theirs if key in unread]
+    given = DEFAULTS | {key: value for key, value in theirs.items() if value is not None and key not in unread}
     algo = "bok" if given.get("bok") else SCRIPTS[script]
     found = {RENAMED[key]: value for key, value in given.items() if key in RENAMED}
     found |= {"algo": algo, "data.prompt_column": "query"}
-    if "sft_model_path" in given:
-        found["model.path"] = given["sft_model_path"]
-    if algo == "ppo":
-        found.pop("rollout.samples_per_prompt", None)
-        found |= {"rollout.samples_per_prompt": 1, "model.value_path": given.get("reward_model_path")}
-    if algo == "online_dpo":
-        found["dpo.loss"] = _one_of("loss_type", given.get("loss_type", "sigmoid"), ("sigmoid", "ipo", "hinge"))
+    _algorithm(found, given, algo)
     _batches(found, given, algo, processes)
+    _intervals(found, given)
     _placement(found, given, processes)
-    _numbers(found, given)
-    for theirs_key, key in (("save_steps", "save.every_steps"), ("eval_steps", "eval.every_steps")):
-        if theirs_key in given and "train.steps" in found:
-            every = float(given[theirs_key])
-            found[key] = max(1, round(every * found["train.steps"] if every < 1 else every))
+    _numbers(found, given, launcher or {})
+    _place(found, given)
+    notes += _launched(found, launcher)
+    tree = nested(found)
+    if "env" in given:
+        tree["env"] = given["env"]
+    return cli.validate(tree), notes
+
+
+def _algorithm(found: dict[str, Any], given: dict[str, Any], algo: str) -> None:
+    if algo == "ppo":
+        found |= {"rollout.samples_per_prompt": 1, "model.value_path": given["reward_model_path"]}
+    if algo in ("ppo", "rloo"):
+        found["kl.coef"] = given["kl_coef"]
+    if algo == "online_dpo":
+        found["dpo.loss"] = _one_of("loss_type", given.get("loss_type", "sigmoid"), LOSSES)
+    if "cliprange" in given:
+        found |= {"train.clip_low": given["cliprange"], "train.clip_high": given["cliprange"]}
     if given.get("non_eos_penalty"):
-        found["rollout.missing_eos_reward"] = float(given["penalty_reward_value"])
-    if (stop := given.get("stop_token", "eos")) != "eos":
-        found["generation.stop_tokens"] = [stop]
-    if not given.get("use_peft"):
-        found = {key: value for key, value in found.items() if not key.startswith("lora.")}
-    elif "lora_target_modules" in given:
-        found["lora.target_modules"] = given["lora_target_modules"]
-    return found | {f"env.{key}": value for key, value in (given.get("env") or {}).items()}, notes
+        found["rollout.missing_eos_reward"] = given["penalty_reward_value"]
+    if given.get("use_peft"):
+        modules = given.get("lora_target_modules", "all-linear")
+        found |= {"lora.rank": given["lora_r"], "lora.alpha": given["lora_alpha"]}
+        found["lora.target_modules"] = [] if modules in ("all-linear", ["all-linear"]) else modules
 
 
 def _batches(found: dict[str, Any], given: dict[str, Any], algo: str, processes: int) -> None:
     """Their batch counts responses in RLOO, which divides it among K, and prompts in the others."""
     each = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * given["num_mini_batches"]
     batch = int(each) * processes
+    if "total_episodes" not in given:
+        raise ConfigError("total_episodes is missing: give it, as passes over the data times the prompts in it")
+    found["train.steps"] = math.ceil(int(given["total_episodes"]) / batch)
     found["rollout.prompts_per_step"] = batch // int(given["rloo_k"]) if algo == "rloo" else batch
     longest = int(given["max_length"]) + int(given["response_length"])
     found["train.tokens_per_microbatch"] = max(8192, 2 * longest)
-    if "total_episodes" in given:
-        found["train.steps"] = -(-int(given["total_episodes"]) // batch)
+
+
+def _intervals(found: dict[str, Any], given: dict[str, Any]) -> None:
+    steps, minibatches, epochs = found["train.steps"], int(given["num_mini_batches"]), int(given["num_ppo_epochs"])
+    updates = minibatches * epochs
+    every = float(given["save_steps"])
+    if every < 1:  # of the updates that theirs counts on, which forget the epochs where transformers samples
+        every = math.ceil(every * steps * minibatches * (epochs if given.get("vllm") else 1))
+    saves = given["save_strategy"] == "steps"
+    found["save.every_steps"] = max(1, round(every / updates)) if saves else 0
+    generations = int(given["num_sample_generations"])
+    found["eval.every_steps"] = max(1, steps // generations) if generations else 0
+    if given["lr_scheduler_type"] != "constant":  # which knows no warm-up
+        found["train.warmup_steps"] = int(given["warmup_steps"]) * updates
 
 
 def _placement(found: dict[str, Any], given: dict[str, Any], processes: int) -> None:
@@ -193,23 +130,48 @@ def _placement(found: dict[str, Any], given: dict[str, Any], processes: int) -> 
             found["schedule.placement"] = "split"
             ranks += 1
         found["schedule.staleness"] = 0 if given.get("sync") else 1
+    else:
+        found["generation.max_batch"] = given["local_rollout_forward_batch_size"]
     found["launch.ranks"] = ranks
 
 
-def _numbers(found: dict[str, Any], given: dict[str, Any]) -> None:
-    chosen = "bfloat16" if given.get("bf16") else "float16" if given.get("fp16") else given.get("torch_dtype")
-    found["model.dtype"] = DTYPES[_one_of("torch_dtype", chosen or "auto", tuple(DTYPES))]
-    found["train.schedule"] = SCHEDULES[_one_of("lr_scheduler_type", given["lr_scheduler_type"], tuple(SCHEDULES))]
-    if "cliprange" in given:
-        found |= {"train.clip_low": given["cliprange"], "train.clip_high": given["cliprange"]}
-    if "adam_beta1" in given or "adam_beta2" in given:
-        found["train.adam_betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+def _numbers(found: dict[str, Any], given: dict[str, Any], launcher: dict[str, Any]) -> None:
+    mixed = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else None
+    if mixed is None and "torch_dtype" in given:
+        dtype = _one_of("torch_dtype", given["torch_dtype"], DTYPES)
+    else:
+        dtype = _one_of("mixed_precision", mixed or launcher.get("mixed_precision") or "no", PRECISIONS)
+    found["model.dtype"] = dtype or "float32"
+    found["train.schedule"] = _one_of("lr_scheduler_type", given["lr_scheduler_type"], SCHEDULES)
+    found["train.adam_betas"] = [given["adam_beta1"], given["adam_beta2"]]
 
 
-def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
+def _place(found: dict[str, Any], given: dict[str, Any]) -> None:
+    parent, name = os.path.split(str(given.get("output_dir", "")).rstrip("/"))
+    if parent := given.get("output_global_parent_dir", parent):
+        found["output_dir"] = parent
+    if name:
+        found["name"] = name
+
+
+def _launched(found: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:
+    """What the launcher's file decides; notes for what it does not."""
+    launcher = launcher or {}
+    for key in launcher:
+        if key not in LAUNCHER | LAUNCHER_LEFT_OUT:
+            raise ConfigError(f"accelerate's file has no key '{key}' that this knows: leave it out")
+    kind = str(launcher.get("distributed_type", "NO"))
+    clip = _one_of("distributed_type", kind, DISTRIBUTED)
+    found["train.max_grad_norm"] = launcher.get("deepspeed_config.gradient_clipping", clip)
+    if kind == "DEEPSPEED":
+        found["train.zero_stage"] = launcher.get("deepspeed_config.zero_stage", 2)
+    return [f"{key}: {LAUNCHER_LEFT_OUT[key]}" for key in launcher if key in LAUNCHER_LEFT_OUT]
+
+
+def _one_of(key: str, value: Any, allowed: dict[str, Any]) -> Any:
     if value not in allowed:
         raise ConfigError(f"{key} {value} has no counterpart: it can be {', '.join(allowed)}")
-    return str(value)
+    return allowed[value]
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -224,36 +186,51 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read(argv: list[str]) -> tuple[str, dict[str, Any], int]:
-    """The script, its keys (those of the command line over those of the file), and the training processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read(argv: list[str]) -> tuple[str, dict[str, Any], int, dict[str, Any] | None]:
+    """The arguments of ``translate``; keys of the command line go over those of the file, as theirs do."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("--config", help="their YAML file")
-    parser.add_argument("--processes", type=int, default=1, help="training processes they would be started with")
+    parser.add_argument("--accelerate", help="the YAML file that accelerate launch would get")
+    parser.add_argument(
+        "--processes", type=int, help="training processes they would be started with. Default: accelerate's, or 1"
+    )
     options, rest = parser.parse_known_args(argv)
     theirs = cli.load_yaml(options.config) if options.config else {}
     while rest:
         key, *rest = rest
         if not key.startswith("--"):
             raise ConfigError(f"'{key}' is not an option")
-        value, rest = (rest[0], rest[1:]) if rest and not rest[0].startswith("--") else ("true", rest)
-        theirs[key.removeprefix("--")] = yaml.safe_load(value)
-    return options.script, theirs, options.processes
+        key, _, joined = key.removeprefix("--").partition("=")
+        values = [joined] if joined else []
+        while rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        read_values = [yaml.safe_load(value) for value in values or ["true"]]
+        listed = key == "lora_target_modules"
+        theirs[key.replace("-", "_")] = read_values if listed or len(read_values) > 1 else read_values[0]
+    launcher = None
+    if options.accelerate:
+        launcher = cli.load_yaml(options.accelerate)
+        inner = launcher.pop("deepspeed_config", None) or {}
+        launcher |= {f"deepspeed_config.{key}": value for key, value in inner.items()}
+    processes = options.processes or int((launcher or {}).get("num_processes", 1))
+    return options.script, theirs, processes, launcher
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the configuration; 2 for what cannot be translated."""
     try:
-        script, theirs, processes = read(sys.argv[1:] if argv is None else argv)
-        found, notes = translate(script, theirs, processes)
-        cli.validate(nested(found))
+        script, theirs, processes, launcher = read(sys.argv[1:] if argv is None else argv)
+        config, notes = translate(script, theirs, processes, launcher)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"# From async_rlhf's {script}, {processes} training process(es).")
     for note in notes:
         print(f"# Not here: {note}")
-    print(yaml.safe_dump(nested(found), sort_keys=False), end="")
+    print(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False), end="")
     return 0
 
 

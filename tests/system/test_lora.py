@@ -20,11 +20,14 @@ from tests.system import gradients
 from tests.system.helpers import run_engine, steps
 from tests.system.test_runs import check_folder, samples, short
 
+ZERO3 = "--launch.ranks 2 --train.zero_stage 3"
 
-def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path) -> None:
-    """Two ranks under ZeRO-3, large steps; the folder that is left loads in transformers, and as an adapter in peft."""
+
+@pytest.mark.parametrize("where", ["--train.zero_stage 2", pytest.param(ZERO3, marks=pytest.mark.slow)])
+def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path, where: str) -> None:
+    """After large steps, too; the folder that is left loads in transformers, and as an adapter in peft."""
     more = "--algo grpo --kl.coef 0.05 --lora.rank 4 --train.learning_rate 1e-2 --train.steps 4 --save.every_steps 2 "
-    more += "--save.samples_per_step 32 --launch.ranks 2 --train.zero_stage 3"
+    more += f"--save.samples_per_step 32 {where}"
     run_engine(short(tiny_model, tmp_path, "whole") + more)
     run = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(run / "checkpoints" / "step-000004")  # as if killed before

@@ -8,7 +8,7 @@ import pytest
 from engine import cli
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RANKS = {"quickstart.yaml": (1, "cpu"), "tldr-pythia410m.yaml": (4, "cuda"), "gsm8k.yaml": (1, "cuda")}
+RANKS = {"quickstart.yaml": (1, "cpu"), "tldr-pythia410m.yaml": (2, "cuda"), "gsm8k.yaml": (1, "cuda")}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -18,7 +18,9 @@ def test_recipe_fits_its_machine(path: Path, tmp_path: Path, monkeypatch: pytest
         Path(name).touch()
     Path("configs").symlink_to(CONFIGS)
     config, _ = cli.parse(["--config", str(path)])
-    config.check(*RANKS[path.name])
+    ranks, device = RANKS[path.name]
+    config.check(ranks, device)
+    assert config.launch.ranks in (None, ranks)
     assert path.read_text().startswith("# ")
 
 
@@ -27,6 +29,13 @@ def test_gsm8k_reward() -> None:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    completions = ["She has 3 + 4 = 7.", "the answer is 1,000.0", "no idea", "-5", "7 apples, then 8"]
-    answers = ["4+3\n#### 7", "#### 1000", "#### 2", "#### -5", "#### 7"]
-    assert module.last_number(completions=completions, answer=answers, question=[""] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    completions = ["She has 3 + 4 = 7.", "the answer is 1,000.0", "no idea", "-5", "7 apples, then 8", "no idea"]
+    answers = ["4+3\n#### 7", "#### 1000", "#### 2", "#### -5", "#### 7", "none"]
+    assert module.last_number(completions=completions, answer=answers, question=[""] * 6) == [
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
