@@ -60,9 +60,9 @@ class Session:
             self._turns.rest()
             self._turns.take_back()
             self.state = state.load(checkpoint, self.trainer, world)
-            if (
-                cli.load_run(run_dir).kl != config.kl
-            ):  # new settings: what the controller had reached is of the old ones
+            # Rank 0 writes the folder's configuration anew later on, perhaps before another rank has read it.
+            if world.broadcast(cli.load_run(run_dir).kl != config.kl if world.main else None):
+                # New settings: what the controller had reached is of the old ones.
                 self.state.kl_coef = config.kl.coef
             self._turns.make_room()
             self._turns.hand_over(self.state.version)

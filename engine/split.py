@@ -168,8 +168,9 @@ class SplitTraining(Turns):
     def _answer(self) -> Any:
         """Waits for the answer to the last order, and keeps it if it is a batch; on rank 0."""
         answer, logprobs = self._link.receive(self._name)
-        if self._proof and self._expected is not None and logprobs:
-            self._proved = self._proof.check(self._expected, logprobs, self._sampler_version)
+        if self._proof and self._expected is not None:
+            for rank in logprobs or []:  # the metrics kept are the last generating rank's
+                self._proved = self._proof.check(self._expected, rank, self._sampler_version)
         if self._outstanding == "batch":
             self._drawn[answer.step] = answer
             self._step, self._cursor = answer.step + 1, answer.cursor
@@ -230,7 +231,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
             idle = time.perf_counter() - finished
             if order.manifest:
                 generator.renew(world.link.receive_tensors(order.manifest), order.version)
-            logprobs = generator.logprobs(order.texts) if order.texts else None
+            logprobs = world.gather(generator.logprobs(order.texts)) if order.texts else None
             answer: Any = None
             if order.kind == "batch":
                 meter.start()

@@ -126,6 +126,8 @@ class Overlapping(Turns):
         self._thread = ThreadPoolExecutor(1, "tandem-sampler", use_gpu)
 
     def sample(self, step: int) -> Batch:
+        if self._next is None:  # the run's first batch, or a resumed one's with nothing in flight
+            self._renew()
         batch = self._next.result() if self._next else self._draw(step, self._cursor)
         self._cursor, self._next = batch.cursor, None
         self._renew()

@@ -171,7 +171,7 @@ class Trainer:
         train, averages = self.config.train, Averages(self.world)
         store = TokenStore(samples)
         sampler, measured = tokens.get("sampler_logprobs"), None
-        if any(sample.policy_version != version for sample in samples):
+        if self.world.max(any(sample.policy_version != version for sample in samples)):  # a rank may have none
             sampler = None
         if sampler is not None and experience.recomputes_old(self.config):
             self._check_gap(sampler, tokens["old_logprobs"], samples, step, averages)

@@ -85,6 +85,8 @@ def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, 
     check_resumed(tmp_path / "whole", parts)
     proofs = [row["weights/logprob_gap_mean"] for row in steps(parts) if "weights/logprob_gap_mean" in row]
     assert len(proofs) == 4 and max(proofs) < 1e-4, "by the first batch, and at three hand-overs"
+    run_engine(f"--resume {parts} --train.steps 5")  # nothing in flight: the next batch is of the newest weights
+    assert steps(parts)[4]["off_policy/staleness"] == 0 and samples(parts)[-1]["policy_version"] == 4
 
 
 def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path) -> None:
