@@ -168,9 +168,8 @@ def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) ->
     scores = torch.tensor([one.reward_parts["score"] for one in samples if one.reward is not None])
     found = {config.eval_metric: global_mean(scores, world.sum)}
     if (k := config.eval.samples_per_prompt) > 1:
-        best = [
-            max((one.reward_parts["score"] for one in samples[i : i + k] if one.reward is not None), default=0.0)
-            for i in range(0, len(samples), k)
-        ]
+        prompts = [samples[i : i + k] for i in range(0, len(samples), k)]
+        scored = [[one.reward_parts["score"] for one in prompt if one.reward is not None] for prompt in prompts]
+        best = [max(prompt) for prompt in scored if prompt]
         found[f"eval/{'pass' if config.has_verifier else 'best'}@{k}"] = global_mean(torch.tensor(best), world.sum)
     return found

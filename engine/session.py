@@ -248,6 +248,8 @@ class Session:
         """The policy as a Hugging Face folder of the run, in place of an older one of that name. Collective."""
         final = self.run_dir / name
         partial = final.with_name(f"partial-{name}")
+        if self.world.main:
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while exporting
         weights.export(self.trainer.policy, str(partial), write=self.world.main)
         if self.world.main:
             self.tokenizer.save_pretrained(partial)

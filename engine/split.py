@@ -225,10 +225,10 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
     with _errors_left(Path(start.run_dir), world):
         generator, source = build(config, world, start.model)
         meter = Meter(world.device)
-        finished = time.perf_counter()
+        finished, idle = time.perf_counter(), 0.0
         for number in itertools.count(1):
             order: Order = _receive(world, f"order-{number}")
-            idle = time.perf_counter() - finished
+            idle += time.perf_counter() - finished
             if order.manifest:
                 generator.renew(world.link.receive_tensors(order.manifest), order.version)
             logprobs = world.gather(generator.logprobs(order.texts)) if order.texts else None
@@ -239,6 +239,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
                 meter.stop("generate")
                 answer.idle_seconds, answer.peak_bytes = idle, int(world.max(meter.phases.get("generate", 0)))
                 answer.samples = _gathered(world, answer.samples)
+                idle = 0.0
             elif order.kind == "held_out":
                 answer = _gathered(world, source.held_out(generator))
             elif order.kind == "probe":

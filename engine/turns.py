@@ -161,7 +161,9 @@ class Overlapping(Turns):
     def held_out(self) -> list[Sample]:
         self.in_flight()
         self._renew()
-        return self._source.held_out(self._pair.generator)
+        samples = self._source.held_out(self._pair.generator)
+        self._finished = time.perf_counter()
+        return samples
 
     def in_flight(self) -> list[Batch]:
         return [self._next.result()] if self._next else []

@@ -25,6 +25,17 @@ def short(model: str, out: Path, name: str) -> str:
     )
 
 
+def deadly_reward(folder: Path) -> str:
+    """The option for a reward that kills its process in the third step."""
+    (folder / "deadly.py").write_text(
+        "import os, signal\nfrom even import even\ncalls = 0\n"
+        "def reward(**batch):\n    global calls\n    calls += 1\n"
+        "    if calls == 4:  # one evaluation, two steps\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return even(**batch)\n"
+    )
+    return "--reward.function deadly:reward"
+
+
 def samples(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
@@ -92,13 +103,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
     """Four steps in one go, and the same run killed in its third step and resumed: same samples, same metrics."""
     more = "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --kl.coef 0.05 --kl.target 3 --train.steps 4 "
     run_engine(short(tiny_model, tmp_path, "whole") + more)
-    (tmp_path / "deadly.py").write_text(
-        "import os, signal\nfrom even import even\ncalls = 0\n"
-        "def reward(**batch):\n    global calls\n    calls += 1\n"
-        "    if calls == 4:  # one evaluation, two steps\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return even(**batch)\n"
-    )
-    deadly = "--reward.function deadly:reward"
+    deadly = deadly_reward(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     killed = run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
     assert killed.returncode == -9

@@ -12,7 +12,7 @@ import pytest
 
 from tests.system import schedules
 from tests.system.helpers import run_engine, run_ranks, steps
-from tests.system.test_runs import check_folder, samples, short
+from tests.system.test_runs import check_folder, deadly_reward, samples, short
 
 BACKENDS = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
 
@@ -93,13 +93,7 @@ def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tm
     """Sampled by older weights than those in the checkpoint."""
     more = AHEAD + "--schedule.placement split "
     run_engine(short(tiny_model, tmp_path, "whole") + more)
-    (tmp_path / "deadly.py").write_text(
-        "import os, signal\nfrom even import even\ncalls = 0\n"
-        "def reward(**batch):\n    global calls\n    calls += 1\n"
-        "    if calls == 4:  # one evaluation, two steps\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return even(**batch)\n"
-    )
-    deadly = "--reward.function deadly:reward"
+    deadly = deadly_reward(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
     run_engine(f"--resume {parts} --reward.function {tmp_path}/even.py:even")

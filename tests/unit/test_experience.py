@@ -51,6 +51,7 @@ def test_a_batch_of_dropped_samples_is_an_error() -> None:
 def test_held_out_metrics_by_prompt() -> None:
     """Mean over the scored responses; pass@k over prompts, a dropped response being no right one."""
     samples = [sample(0, 0.0), sample(0, 1.0), sample(1, 0.0), sample(1, 0.0), sample(2, None), sample(2, 1.0)]
+    samples += [sample(3, None), sample(3, None)]  # says nothing of the policy
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
     found = experience.held_out_metrics(samples, settings, ALONE)
     assert found == {"eval/accuracy": pytest.approx(2 / 5), "eval/pass@2": pytest.approx(2 / 3)}
