@@ -31,6 +31,7 @@ def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path, where
     run_engine(short(tiny_model, tmp_path, "whole") + more)
     run = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(run / "checkpoints" / "step-000004")  # as if killed before
+    (run / "partial-model" / "adapter").mkdir(parents=True)  # killed while exporting
     run_engine(f"--resume {run}")
     check_folder(tmp_path / "whole", 4)
     rows = steps(tmp_path / "whole")
