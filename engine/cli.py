@@ -210,12 +210,18 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _unknown(key: str) -> str:
-    """One line for a key that does not exist, with the nearest ones that do."""
-    known = [name for name, _ in leaves()]
-    leaf = key.rpartition(".")[2]
-    near = [name for name in known if name.rpartition(".")[2] == leaf]
-    near += difflib.get_close_matches(key, known, n=2, cutoff=0.6)
-    if not near:
-        near = [n for n in known if difflib.SequenceMatcher(None, leaf, n.rpartition(".")[2]).ratio() > 0.75]
-    hint = f"did you mean {' or '.join(dict.fromkeys(near[:2]))}?" if near else "--help lists all keys"
+    """One line for a key that does not exist, with the nearest ones that do, those of its own section first."""
+    section, _, leaf = key.rpartition(".")
+    known = {name: name.rpartition(".") for name, _ in leaves()}
+    near = [name for name, (_, _, last) in known.items() if _means(leaf, last)]
+    near.sort(key=lambda name: (known[name][0] != section, known[name][2] != leaf))
+    near = near or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    near = near or [n for n in known if difflib.SequenceMatcher(None, leaf, known[n][2]).ratio() > 0.75]
+    hint = f"did you mean {' or '.join(near[:2])}?" if near else "--help lists all keys"
     return f"unknown key '{key}'; {hint}"
+
+
+def _means(short: str, name: str) -> bool:
+    """True for a name itself, its words' initials (lr for learning_rate), and a part of it that begins at a word."""
+    initials = "".join(word[0] for word in name.split("_"))
+    return short == name or (len(short) > 1 and (short == initials or f"_{short}" in f"_{name}"))

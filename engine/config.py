@@ -83,10 +83,14 @@ class Data(Section):
         description="Prompts: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the package "
         "datasets). Instead of data.task",
     )
+    name: str | None = Field(
+        None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"
+    )
     split: str = Field("train", description="Split of a Hugging Face data set to train on")
     eval_path: Path | None = Field(
         None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
     )
+    eval_name: str | None = Field(None, description="Configuration of the Hugging Face data set data.eval_path")
     eval_split: str | None = Field(None, description="Split of the Hugging Face data set data.path to evaluate on")
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
@@ -142,7 +146,10 @@ class Reward(Section):
 class Rollout(Section):
     """What one generation phase makes, counted over all ranks."""
 
-    prompts_per_step: Positive = Field(64, description="Prompts in a rollout batch, over all ranks")
+    prompts_per_step: Positive = Field(
+        64,
+        description="Prompts in a rollout batch, over all ranks; where the data has fewer, the next epochs fill it up",
+    )
     samples_per_prompt: Positive = Field(4, description="Responses sampled for each prompt (a group)")
     max_prompt_tokens: Positive = Field(
         512, description="Longest prompt, in tokens; longer ones are dropped at load and counted"

@@ -157,6 +157,12 @@ def _check_sources(config: Config) -> None:
         module = reward.function.split(":")[0]
         if importlib.util.find_spec(module.split(".")[0]) is None:
             raise ConfigError(f"reward.function '{reward.function}': there is no module '{module}' to import")
+    for key, name, path in (("", data.name, data.path), ("eval_", data.eval_name, data.eval_path)):
+        if name is not None and (path is None or path.endswith((".jsonl", ".parquet"))):
+            raise ConfigError(
+                f"data.{key}name chooses a configuration of a Hugging Face data set, and data.{key}path is "
+                f"{'not given' if path is None else f'the file {path}'}: leave it out"
+            )
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if path is not None and (path.endswith((".jsonl", ".parquet")) or path.startswith((".", "/"))):
             _must_exist(key, path)

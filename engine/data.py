@@ -102,11 +102,11 @@ def _rows(config: Config, held_out: bool) -> Iterator[dict[str, Any]]:
     elif held_out and data.eval_path is None and data.eval_split is None:
         return
     else:
-        path = (data.eval_path or data.path) if held_out else data.path
+        path, name = (data.eval_path, data.eval_name) if held_out and data.eval_path else (data.path, data.name)
         split = (data.eval_split or data.split) if held_out else data.split
         assert path is not None
         try:
-            yield from _read(path, split)
+            yield from _read(path, name, split)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         except Exception as error:  # whatever the reader of that format says
@@ -115,7 +115,7 @@ def _rows(config: Config, held_out: bool) -> Iterator[dict[str, Any]]:
             ) from error
 
 
-def _read(path: str, split: str) -> Iterator[dict[str, Any]]:
+def _read(path: str, name: str | None, split: str) -> Iterator[dict[str, Any]]:
     if path.endswith(".jsonl"):
         with open(path, encoding="utf-8-sig", newline="\n") as file:  # JSON strings may hold other line separators
             for number, line in enumerate(file, 1):
@@ -135,7 +135,7 @@ def _read(path: str, split: str) -> Iterator[dict[str, Any]]:
             raise ConfigError(
                 "neither a .jsonl nor a .parquet file; a Hugging Face data set needs: pip install datasets"
             ) from None
-        yield from datasets.load_dataset(path, split=split)
+        yield from datasets.load_dataset(path, name, split=split)
 
 
 def _encode(

@@ -163,9 +163,11 @@ def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) ->
     """The mean score of this and all ranks' responses to the held-out prompts, a prompt's side by side.
 
     With several responses a prompt also ``eval/pass@k``: the share of prompts with a right one among the k, or the mean
-    of their best scores.
+    of their best scores. Nothing where every response of every rank was dropped.
     """
     scores = torch.tensor([one.reward_parts["score"] for one in samples if one.reward is not None])
+    if not world.max(len(scores)):
+        return {}
     found = {config.eval_metric: global_mean(scores, world.sum)}
     if (k := config.eval.samples_per_prompt) > 1:
         prompts = [samples[i : i + k] for i in range(0, len(samples), k)]

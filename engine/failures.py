@@ -71,9 +71,11 @@ def status(error: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if "SIGTERM" in error.args else signal.SIGINT)
 
 
-def clear(run_dir: Path, rank: int) -> None:
-    """Forgets the error this rank left before the run was resumed. Each does it itself: none can remove a new one."""
-    _file(run_dir, rank).unlink(missing_ok=True)
+def clear(run_dir: Path) -> None:
+    """Forgets the errors that ranks left in this folder before. Rank 0 does it before it tells the others the folder,
+    so that it cannot remove a new one."""
+    for path in run_dir.glob("crash-rank-*.txt"):
+        path.unlink(missing_ok=True)
 
 
 def leave(run_dir: Path, rank: int, error: Exception) -> None:

@@ -18,7 +18,6 @@ from engine.report.recorder import Recorder
 @contextlib.contextmanager
 def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder | None]:
     """Rank 0's recorder, closed with the run's error if there was one; the others have none and leave it theirs."""
-    failures.clear(run_dir, world.rank)
     if not world.main:
         try:
             yield None
@@ -62,12 +61,12 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def locate(config: Config, config_file: str | None) -> Path:
-    """The run's folder, made if it is a new run; a default name that is taken gets a number."""
-    if config.resume:
-        return Path(config.resume)
-    if config.name is not None:
-        folder = Path(config.output_dir) / config.name
+    """The run's folder, made if it is a new run, and without an earlier start's errors; a default name that is taken
+    gets a number."""
+    if config.resume or config.name is not None:
+        folder = Path(config.resume or Path(config.output_dir) / str(config.name))
         folder.mkdir(parents=True, exist_ok=True)
+        failures.clear(folder)
         return folder
     stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
     name = f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -70,7 +70,8 @@ class Session:
             self.say(f"Resumed from {checkpoint}")
         self._cursor = self.state.cursor
         self._drawn = 0
-        self._metric: float | None = None
+        self._evaluated = False
+        self._metric: float | None = None  # of the last evaluation
         self._clock = self._step_started = time.perf_counter()
 
     @classmethod
@@ -194,7 +195,10 @@ class Session:
             samples = self._turns.held_out()
             self.scorer.score(samples)
         metrics = experience.held_out_metrics(samples, config, self.world)
-        self._metric = metrics[config.eval_metric]
+        self._evaluated, self._metric = True, metrics.get(config.eval_metric)
+        if self._metric is None:
+            self.say(f"No score after step {current.step}: every response to the held-out prompts was dropped")
+            return
         if current.step == 0:
             current.metric_before = self._metric
         if self._recorder:
@@ -222,7 +226,7 @@ class Session:
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""
         config = self.config
-        if self._metric is None:  # resumed after the last step
+        if not self._evaluated:  # resumed after the last step
             self.evaluate()
         with self.phase("save"):
             model_dir = self._export("model")

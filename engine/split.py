@@ -266,7 +266,6 @@ def _gathered(world: World, samples: list[Sample]) -> list[Sample]:
 @contextmanager
 def _errors_left(run_dir: Path, world: World) -> Iterator[None]:
     """Leaves this rank's error for rank 0 of the training side, which reports it."""
-    failures.clear(run_dir, world.process)
     try:
         yield
     except Exception as error:

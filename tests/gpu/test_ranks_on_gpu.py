@@ -22,8 +22,10 @@ HELD = 200
 
 
 def used() -> list[int]:
-    """MiB in use on each GPU."""
+    """MiB in use on each GPU that this process may see."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 

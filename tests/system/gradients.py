@@ -3,10 +3,8 @@
 Usage: gradients.py MODEL ALGO[,ALGO...] ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
 """
 
-import random
 import sys
 
-import numpy as np
 import torch
 
 from engine import distributed, experience, weights
@@ -14,29 +12,14 @@ from engine.config import Config
 from engine.sample import Sample
 from engine.training import models, zero
 from engine.training.trainer import Trainer
+from tests.system import updates
 
 EPISODES = 8
 
 
 def batch(seed: int = 0) -> list[Sample]:
-    """Eight episodes of uneven length in four groups, with made-up behaviour log-probabilities and rewards."""
-    rng = random.Random(seed)
-    samples = []
-    for i in range(EPISODES):
-        length = rng.randint(1, 6)
-        samples.append(
-            Sample(
-                index=i,
-                group_id=i // 2,
-                prompt_ids=[1] + [rng.randint(3, 14) for _ in range(rng.randint(2, 6))],
-                response_ids=[rng.randint(0, 14) for _ in range(length)],
-                reward=rng.random(),
-                policy_version=0,
-                behaviour_logprobs=np.array([-2 - rng.random() for _ in range(length)], np.float32),
-                finish_reason=rng.choice(["stop", "length"]),
-            )
-        )
-    return samples
+    """Four groups of two, so that each of two ranks has whole ones."""
+    return updates.batch(size=2, groups=EPISODES // 2, seed=seed)
 
 
 def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None:

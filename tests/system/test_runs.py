@@ -161,14 +161,19 @@ def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path, staleness: int) -
 
 
 def test_crash_leaves_a_report_and_a_failing_status(tiny_model: str, tmp_path: Path) -> None:
+    """And before it an evaluation without a score, which is not taken for 0, the best so far."""
     (tmp_path / "bad.py").write_text(
-        "calls = 0\ndef reward(completions, **_):\n    global calls\n    calls += 1\n"
-        "    return [float('nan') if calls > 2 else 0.0] * len(completions)\n"
+        "scores = iter([-1.0, -1.0, None, float('nan')])  # before training, step 1, after it, step 2\n"
+        "def reward(completions, **_):\n    return [next(scores)] * len(completions)\n"
     )
-    more = f"--algo rloo --reward.function {tmp_path}/bad.py:reward"
+    more = f"--algo rloo --eval.every_steps 1 --reward.function {tmp_path}/bad.py:reward"
+    run = tmp_path / "c"
     result = run_engine(short(tiny_model, tmp_path, "c") + more, ok=False)
     assert "RewardError" in result.stderr and "for the prompt" in result.stderr
-    assert "RewardError" in (tmp_path / "c" / "report.html").read_text()
+    assert "RewardError" in (run / "report.html").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row] == [(0, -1.0)]
+    assert result.stdout.count("No score after step 1") == 1 and not (run / "best").exists()
 
 
 def test_resume_takes_new_settings_and_refuses_other_runs(

@@ -25,9 +25,9 @@ ALGORITHMS = ("ppo", "rloo", "grpo", "online_dpo", "bok")
 TEMPERATURE = 0.7
 
 
-def batch(size: int = 4, groups: int = 3) -> list[Sample]:
-    """Prompts with ``size`` responses each: uneven lengths, no two rewards alike."""
-    rng = random.Random(groups * size)
+def batch(size: int = 4, groups: int = 3, seed: int = 0) -> list[Sample]:
+    """Prompts with ``size`` responses each: uneven lengths, no two rewards alike, made-up log-probabilities."""
+    rng = random.Random(groups * size + seed)
     samples = []
     for i in range(groups * size):
         if i % size == 0:

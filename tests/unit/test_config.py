@@ -23,6 +23,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 BAD = {
     "unknown key": (["--train.learnin_rate", "1"], "train.learning_rate"),
     "key without section": (["--learning_rate", "1"], "train.learning_rate"),
+    "initials": (["--train.lr", "1"], "did you mean train.learning_rate?"),
+    "beginning of a word": (["--generation.temp", "1"], "did you mean generation.temperature or"),
+    "part of several": (["--train.clip", "1"], "did you mean train.clip_low or train.clip_high?"),
     "no option": (["ppo"], "'ppo' is not an option"),
     "algorithm": (["--algo", "dqo"], "algo = 'dqo'"),
     "wrong type": (["--train.steps", "many"], "train.steps = 'many'"),
@@ -51,6 +54,8 @@ BAD = {
         ],
         "./nowhere.jsonl",
     ),
+    "configuration of a task": (["--data.name", "main"], "data.name chooses"),
+    "configuration of a file": (["--data.eval_path", "x.jsonl", "--data.eval_name", "main"], "is the file x.jsonl"),
     "missing model": (["--model.path", "./nowhere"], "model.path: there is no './nowhere'"),
     "two penalties": (["--rollout.missing_eos_penalty", "1", "--rollout.missing_eos_reward", "0"], "missing_eos"),
     "adaptive KL from zero": (["--kl.coef", "0", "--kl.target", "6"], "kl.target"),

@@ -2,13 +2,17 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine import data
 from engine.config import Config, ConfigError
 from engine.data import Prompt, PromptStream
+from engine.generation.base import Request, Response, Sampling
+from engine.source import Source
 from engine.tasks import addition
 
 
@@ -55,6 +59,59 @@ def test_files(tmp_path: Path) -> None:
     )
     loaded, held_out, _ = data.load(again, addition.tokenizer())
     assert loaded[0].ids == held_out[0].ids == [1, 4, 13, 5, 14]
+
+
+def test_configurations_of_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder laid out like one: with several configurations, each with its splits, a name has to be given."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    header = ["configs:"]
+    for name, digit in (("main", 1), ("socratic", 2)):
+        header += [f"- config_name: {name}", "  data_files:"]
+        for split in ("train", "test"):
+            file = f"{name}-{split}.jsonl"
+            header += [f"  - {{split: {split}, path: {file}}}"]
+            (tmp_path / file).write_text(json.dumps({"prompt": f"{digit}+{len(split)}="}) + "\n")
+    (tmp_path / "README.md").write_text("\n".join(["---", *header, "---"]))
+
+    def texts(**keys: str) -> list[list[str]]:
+        settings = Config.model_validate({"data": {"path": str(tmp_path)} | keys})
+        return [[prompt.text for prompt in part] for part in data.load(settings, addition.tokenizer())[:2]]
+
+    assert texts(name="main", eval_split="test") == [["1+5="], ["1+4="]]
+    others = {"eval_path": str(tmp_path), "eval_name": "main", "eval_split": "test"}
+    assert texts(name="socratic", split="test", **others) == [["2+4="], ["1+4="]]
+    with pytest.raises(ConfigError, match="'main', 'socratic'"):
+        texts()
+    with pytest.raises(ConfigError, match="'main', 'socratic'"):
+        texts(name="main", eval_path=str(tmp_path))
+
+
+def test_a_batch_larger_than_the_data_goes_into_the_next_epochs() -> None:
+    """Every prompt as often as the others or once more; a prompt that comes again is a group of its own."""
+
+    class Recording:
+        version = 0
+
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+            self.seeds = {request.seed for request in requests}
+            return [Response([2], np.zeros(1, np.float32), "stop") for _ in requests]
+
+    sampler = Recording()
+    settings = Config.model_validate({"rollout": {"prompts_per_step": 8, "samples_per_prompt": 2}})
+    ranks = [Source(settings, addition.tokenizer(), prompts(3), [], rank=rank, size=2) for rank in (0, 1)]
+    cursor, seen = 0, []
+    for step in range(3):
+        drawn, seeds = [], set()
+        for source in ranks:
+            batch = source.batch(sampler, step, cursor)  # type: ignore[arg-type]
+            drawn += batch.samples
+            seeds |= sampler.seeds
+        assert len({one.group_id for one in drawn}) == 8 and len(seeds) == 16
+        groups = [one.prompt_text for one in drawn[::2]]
+        assert set(Counter(groups).values()) <= {2, 3} and groups == [one.prompt_text for one in drawn[1::2]]
+        cursor, seen = batch.cursor, seen + groups
+    assert cursor == 24 and all(set(seen[i : i + 3]) == {"0", "1", "2"} for i in range(0, 24, 3))
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_held_out_metrics_by_prompt() -> None:
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
     found = experience.held_out_metrics(samples, settings, ALONE)
     assert found == {"eval/accuracy": pytest.approx(2 / 5), "eval/pass@2": pytest.approx(2 / 3)}
+    assert experience.held_out_metrics(samples[-2:], settings, ALONE) == {}, "no score, and not 0"
 
 
 def test_off_policy_metrics_by_hand() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine import cli, launch
+from engine import cli, failures, folder, launch
 from engine.config import Config, ConfigError
+from engine.distributed import World
 
 QUICK = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 RANK = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
@@ -52,6 +55,29 @@ def test_a_launcher_s_ranks_are_joined_on_any_node(environment: pytest.MonkeyPat
         launch.world_size(configured())
     with pytest.raises(ConfigError, match="local_rank"):
         configured("--local_rank=1")
+
+
+@pytest.mark.parametrize("start", ["name", "resume"])
+def test_an_earlier_start_s_errors_are_not_this_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    """Stopped before a generating rank has heard of the folder; what a rank leaves after that is reported."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(failures, "_ending", False)
+    (tmp_path / "crash-rank-1.txt").write_text("ValueError: long ago\n\n")
+    where = {"resume": str(tmp_path)} if start == "resume" else {"output_dir": str(tmp_path.parent)}
+    config = configured("--live", "false").model_copy(update={"name": tmp_path.name} | where)
+    world = World(0, 2, torch.device("cpu"))
+    for new in (None, "crash-rank-2.txt"):
+        run_dir = folder.locate(config, None)
+        assert run_dir == tmp_path
+        with pytest.raises((KeyboardInterrupt, failures.RankFailed)) as stopped:
+            with folder.recording(config, world, run_dir):
+                if new:
+                    (run_dir / new).write_text("ValueError: just now\n\n")
+                raise KeyboardInterrupt("SIGTERM")
+        assert ("rank 2 failed: ValueError: just now" in str(stopped.value)) == bool(new), stopped.value
+        assert (stopped.type is KeyboardInterrupt) == (new is None)
 
 
 @pytest.mark.parametrize(
