@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 
 from engine.config import Config, ConfigError, Section
 
-USAGE = "python -m engine.run --algo {ppo,rloo,grpo} [--config FILE.yaml] [--section.key value ...]"
+ALGORITHMS = ",".join(typing.get_args(Config.model_fields["algo"].annotation))
+USAGE = f"python -m engine.run --algo {{{ALGORITHMS}}} [--config FILE.yaml] [--section.key value ...]"
 
 
 def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -158,7 +158,7 @@ def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
     # Leaves out what would bind all memory of the process, the trainer's too, to one NUMA node.
     operators: Any = torch.ops._C
     operators.init_cpu_memory_env = lambda nodes: None
-    return {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE}
+    return {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE, "enable_chunked_prefill": False}
 
 
 @contextmanager

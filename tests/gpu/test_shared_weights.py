@@ -26,8 +26,13 @@ SHAPE = {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 2816, "m
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[distributed.World]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[distributed.World]:
+    """A sampler has been there: what libraries allocate once is not any later one's."""
+    path = tmp_path_factory.mktemp("first")
+    shared.make_model("Qwen2", True, **SHAPE).save_pretrained(path)
     with distributed.joined("cuda", 5) as world:
+        with built(path, "none", None) as (sampler, _):
+            sampled(sampler)
         yield world
 
 
