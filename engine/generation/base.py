@@ -92,7 +92,7 @@ class Generator(ABC):
         self.state = "weights"
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Takes the whole policy, named as in its Hugging Face checkpoint. Needs ``weights``.
+        """Takes the whole policy, its tensors named as in transformers' model. Needs ``weights``.
 
         ``version`` is the number of updates these weights have seen; samples carry it. A tensor needs to be valid only
         until the next one is taken.

@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -162,6 +163,26 @@ def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
 
 
 @contextmanager
+def model_classes_kept() -> Iterator[None]:
+    """An engine built in here leaves transformers' model classes as they are, also where it runs one of them.
+
+    vLLM would prepare that class in place to be compiled. From then on the trainer could not build the model, and
+    DeepSpeed's and peft's hooks on it would be passed over.
+    """
+    from transformers import PreTrainedModel
+
+    decorators: Any = importlib.import_module("vllm.compilation.decorators")
+    prepare = decorators._support_torch_compile
+    decorators._support_torch_compile = lambda model_class, *args, **kwargs: (
+        model_class if issubclass(model_class, PreTrainedModel) else prepare(model_class, *args, **kwargs)
+    )
+    try:
+        yield
+    finally:
+        decorators._support_torch_compile = prepare
+
+
+@contextmanager
 def weights_stay_awake(enabled: bool) -> Iterator[None]:
     """An engine built in here keeps its weights out of the memory that sleeps, so that only its KV cache does."""
     if not enabled or on_cpu():
@@ -217,8 +238,15 @@ def load_weights(llm: Any, weights: NamedTensors) -> None:
     else:
         import torch
 
-        llm.apply_model(lambda model: model.load_weights(weights))
+        llm.apply_model(lambda model: model.load_weights(as_named_in(model, weights)))
         torch.cuda.synchronize()  # vLLM samples on a stream of its own
+
+
+def as_named_in(model: Any, weights: NamedTensors) -> NamedTensors:
+    """Names as vLLM's ``model`` takes them: its own GPT-NeoX calls the head what checkpoints do, transformers not."""
+    if not hasattr(model, "embed_out"):
+        return weights
+    return ((re.sub(r"^lm_head\.", "embed_out.", name), tensor) for name, tensor in weights)
 
 
 def _repack_head(model: Any) -> None:

@@ -10,8 +10,7 @@ import torch
 
 def random_qwen2(folder: Path, **shape: Any) -> str:
     """Random bf16 weights of a Qwen2 of this shape (tied head, biases), with a word tokenizer over its first ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
         **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype="bfloat16"
@@ -19,8 +18,29 @@ def random_qwen2(folder: Path, **shape: Any) -> str:
     torch.manual_seed(0)
     with torch.device("cuda"):
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return str(folder)
+
+
+def random_gpt_neox(folder: Path, **shape: Any) -> str:
+    """Likewise of a GPT-NeoX as Pythia has it: untied head, a quarter of each head rotated, parallel residuals."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        **shape, rotary_pct=0.25, use_parallel_residual=True, bos_token_id=None, eos_token_id=1, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return str(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return str(folder)

@@ -88,8 +88,13 @@ def test_without_gradients_64_mib_suffice(run, tools):
     if run.interpreted:
         pytest.skip("too slow in the interpreter")
     problem = tools.make_problem(4100, 5003, width=4, device=run.device)
-    with Record(5003) as record:
+
+    def once():
         kernels.linear_logprob(problem.hidden, problem.weight, problem.targets, backend=run.backend)
+
+    once()  # Triton's own timing takes a buffer of 256 MiB
+    with Record(5003) as record:
+        once()
     assert record.largest <= 64 * 2**20
 
 
