@@ -1,7 +1,8 @@
 """Run the Triton backend's host code on the CPU with every launch turned into a compilation for compute capability 9.0.
 
 No GPU is needed, and nothing is computed: what is seen is whether each kernel compiles with the arguments it is really
-given, and whether it spills registers. Prints a line a kernel: name, variant, bytes of stack.
+given, and whether it spills registers. Prints a line a kernel: name, bytes of stack, variant. Every call is then made
+with other numbers of rows; "again" and a name is printed for each kernel that these compile anew.
 """
 
 import os
@@ -47,13 +48,16 @@ def stack_bytes(cubin: bytes) -> int:
     return int(re.search(r"STACK:(\d+)", usage).group(1))
 
 
-launch, seen = JITFunction.run, set()
+launch, seen, other_rows = JITFunction.run, set(), False
 
 
 def compile_only(self, *args, grid, warmup, **kwargs):
     kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
     if kernel.hash not in seen:
         seen.add(kernel.hash)
+        if other_rows:
+            print("again", self.__name__, flush=True)
+            return kernel
         # What a GPU's driver would build to pass the arguments.
         make_launcher(kernel.src.constants, kernel.src.signature, kernel.metadata.tensordesc_meta)
         flags = " ".join(f"{key}={value}" for key, value in kwargs.items() if key.isupper())
@@ -81,7 +85,28 @@ def problems(dtype: torch.dtype, hopper: bool):
         yield hidden, weight, targets, {"workspace_gib": 3e-4}
 
 
+def call_all(kernels, hidden, weight, targets, ratio, settings) -> None:
+    """Every function whose launches depend on a problem."""
+    hidden, count = hidden.requires_grad_(), len(hidden)
+    names = ("token_weights", "advantages", "old_logprobs", "ref_logprobs")
+    rows = {name: torch.rand(count) for name in names}
+    bounds = torch.tensor([0, count // 3, count]) if ratio == "sequence" else None
+    found = kernels.linear_policy_loss(
+        hidden, weight, targets, **rows, kl_coef=0.1, ratio=ratio, cu_seqlens=bounds, backend="triton", **settings
+    )
+    found.loss.backward()
+    options = {key: value for key, value in settings.items() if key != "entropy_coef"}
+    kernels.linear_logprob(hidden.detach(), weight.detach(), targets, backend="triton", **options)
+    bias = options.pop("bias", None)
+    for direction in ("reverse", "forward"):
+        kernels.linear_kl(
+            hidden, weight, hidden[:, :48].detach(), weight[:, :48].detach(), bias_p=bias,
+            direction=direction, backend="triton", **options,
+        ).sum().backward()  # fmt: skip
+
+
 def main() -> None:
+    global other_rows
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
     Autotuner.run = compile_all
@@ -100,19 +125,11 @@ def main() -> None:
     for hopper, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         products.is_hopper = hopper_kl.is_hopper = lambda device, hopper=hopper: hopper
         for hidden, weight, targets, settings in problems(dtype, hopper):
-            rows = {name: torch.rand(320) for name in ("token_weights", "advantages", "old_logprobs", "ref_logprobs")}
-            found = kernels.linear_policy_loss(
-                hidden, weight, targets, **rows, kl_coef=0.1, backend="triton", **settings
-            )
-            found.loss.backward()
-            options = {key: value for key, value in settings.items() if key != "entropy_coef"}
-            kernels.linear_logprob(hidden.detach(), weight.detach(), targets, backend="triton", **options)
-            bias = options.pop("bias", None)
-            for direction in ("reverse", "forward"):
-                kernels.linear_kl(
-                    hidden, weight, hidden[:, :48].detach(), weight[:, :48].detach(), bias_p=bias,
-                    direction=direction, backend="triton", **options,
-                ).sum().backward()  # fmt: skip
+            for ratio in ("token", "sequence"):
+                for rows in (320, 319, 318, 37):
+                    other_rows = rows < 320
+                    call_all(kernels, hidden.detach()[:rows], weight, targets[:rows].clone(), ratio, settings)
+    other_rows = False
     ones, bounds = torch.ones(320), torch.tensor([0, 100, 320])
     kernels.gae(ones, ones, bounds, 0.9, 0.9, backend="triton")
 

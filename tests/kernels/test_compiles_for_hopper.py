@@ -21,6 +21,8 @@ def test_every_launch_compiles_and_none_spills():
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    again = [line for line in done.stdout.splitlines() if line.startswith("again")]
+    assert not again, "another number of rows has it compiled anew"
     stack = {line: int(line.split()[1]) for line in done.stdout.splitlines()}
     hopper = {line: size for line, size in stack.items() if "STAGES=" in line}
     assert len(hopper) > 10 and len(stack) > 2 * len(hopper)
