@@ -317,6 +317,9 @@ class Trainer:
 
     def _step(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
         rate = engine.get_lr()[0]
+        if self.world.device.type == "cuda":
+            # A step's few large tensors do not fit the blocks that PyTorch keeps of the passes' many smaller ones.
+            torch.cuda.empty_cache()
         engine.step()
         averages.add_equal(f"{name}/grad_norm", float(engine.get_global_grad_norm() or 0.0))
         averages.add_equal(f"{name}/lr", rate)

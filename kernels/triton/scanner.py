@@ -91,9 +91,9 @@ class AnchoredScanner:
         bias = head.bias if head.bias is not None else self.temperature
         softcap = head.softcap if head.softcap is not None else 0.0
         row_kernels.set_anchor[(count,)](
-            self.hidden, head.weight, bias, aligned(problem.targets[rows]), self.temperature if guess is None else guess,
-            self.temperature, softcap, self.logit, self.anchor, self.target,
-            self.target if has_target is None else has_target,
+            self.hidden, head.weight, bias, aligned(problem.targets[rows]),
+            self.temperature if guess is None else guess, self.temperature, softcap, self.logit, self.anchor,
+            self.target, self.target if has_target is None else has_target,
             self.hidden.stride(0), *head.weight.stride(), self.vocabulary, self.tiles, self.width,
             BH=min(1024, triton.next_power_of_2(self.width)), BN=self.products.scan_columns,
             FLAGS=has_target is not None, GUESS=guesses, BIAS=head.bias is not None, SOFTCAP=head.softcap is not None,
