@@ -35,6 +35,7 @@ _HARMLESS = (
     ("vllm.triton_utils.importing", "doesn't include CPU backend"),
     ("vllm.triton_utils.dispatcher", "is already registered"),  # by an earlier engine
     ("vllm.engine.arg_utils", "The global random seed is set"),  # it is put back
+    ("vllm.engine.arg_utils", "does not officially support disabling chunked prefill"),  # V1's scheduler does
     ("vllm.config.vllm", "Enforce eager set"),
     ("vllm.config.vllm", "Inductor compilation was disabled"),
     ("vllm.config.vllm", "Model Runner V2 requires Triton"),
@@ -159,6 +160,7 @@ def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
     # Leaves out what would bind all memory of the process, the trainer's too, to one NUMA node.
     operators: Any = torch.ops._C
     operators.init_cpu_memory_env = lambda nodes: None
+    # After a part of a prompt vLLM winds a request's generator back, which generators on a CPU cannot do.
     return {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE, "enable_chunked_prefill": False}
 
 

@@ -36,6 +36,7 @@ from engine.memory import MemoryPlan
 VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26
 GREEDY = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=())
 WARM = Sampling(max_tokens=12, temperature=0.8, stop_token_ids=())
+WARM_PAIR = Sampling(max_tokens=2, temperature=0.8, stop_token_ids=())
 PROMPTS = [[1, 5, 9], [1, 7], [1, *range(3, 43)], [1, *range(40, 2, -1), 4, 4, *range(3, 43)]]
 
 
@@ -209,6 +210,15 @@ def test_a_response_depends_on_its_seed_only(sampler: VLLMGenerator) -> None:
         assert first.token_ids == second.token_ids
         np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-4)
     assert alone[1].token_ids != alone[2].token_ids
+
+
+def test_more_prompts_than_fit_a_step(sampler: VLLMGenerator) -> None:
+    """9600 tokens of prompts; none may be taken in parts, after which a seed would not go on."""
+    prompts = [[1 + i % 40, *(3 + (7 * i + j * j) % 45 for j in range(149))] for i in range(64)]
+    wanted = requests(prompts)
+    together = sampler.generate(wanted, WARM_PAIR)
+    for i in (0, 27, 63):
+        assert sampler.generate([wanted[i]], WARM_PAIR)[0].token_ids == together[i].token_ids
 
 
 def test_samples_of_one_prompt_differ(sampler: VLLMGenerator) -> None:
