@@ -28,6 +28,8 @@ UNITS = {
     "plan_error": "share of the plan",
     "asleep_growth": "share of cycle 2",
     "asleep_gib": "GiB",
+    "generate_gib": "GiB",
+    "train_gib": "GiB",
     "peak_gib": "GiB",
 }
 
@@ -45,6 +47,9 @@ def metrics(rows: Rows) -> dict[str, float]:
         "gap_p999_nats": max(row["weights/logprob_gap_p999"] for row in rows),
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
     }
+    for phase in ("generate", "train"):
+        if f"memory/{phase}_gib" in rows[-1]:
+            found[f"{phase}_gib"] = max(row[f"memory/{phase}_gib"] for row in rows)
     if errors:
         found["plan_error"] = max(errors, key=abs)
     if "memory/asleep_gib" in rows[-1]:

@@ -43,6 +43,7 @@ def stop_on_sigterm(is_rank: bool) -> None:
     global _ending
     _ending = False
     signal.signal(signal.SIGTERM, _stop)
+    sys.unraisablehook = _not_lost
     if not is_rank:
         return
     ear, mouth = os.pipe()
@@ -64,6 +65,17 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     if not _ending:
         _ending = True
         raise KeyboardInterrupt("SIGTERM")
+
+
+def _not_lost(lost: sys.UnraisableHookArgs) -> None:
+    """Gives a signal once more that came in a ``__del__``, out of which no exception leads."""
+    global _ending
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    _ending = False
+    number = signal.SIGTERM if "SIGTERM" in lost.exc_value.args else signal.SIGINT
+    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
 
 def status(error: KeyboardInterrupt) -> int:

@@ -73,6 +73,7 @@ class VLLMGenerator(Generator):
             stack.enter_context(compat.process_kept())
             vllm = compat.import_vllm()
             compat.keep_process_group()
+            compat.name_shared_memory()
             stack.enter_context(compat.model_classes_kept())
             stack.enter_context(compat.weights_stay_awake(sleep == "kv"))
             self._sampling_params = vllm.SamplingParams

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import re
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -134,6 +135,23 @@ def keep_process_group() -> None:
     """Stops vLLM from ending torch.distributed, the trainer's too, when an engine is shut down or collected."""
     core: Any = importlib.import_module("vllm.v1.engine.core")
     core.cleanup_dist_env_and_memory = lambda: None
+
+
+def name_shared_memory() -> None:
+    """Names what an engine's ranks share on a CPU after this one engine. Collective.
+
+    By vLLM's own name all runs on the machine would share it, and one that was killed leaves it behind.
+    """
+    if not on_cpu():
+        return
+    import torch.distributed as dist
+
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    communicator: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    communicator._CPUSHMDistributed.make_group_name = staticmethod(
+        lambda group: "-".join([name[0], group.unique_name, *map(str, group.ranks)])
+    )
 
 
 def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:

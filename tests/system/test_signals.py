@@ -178,6 +178,7 @@ def test_the_failing_rank_s_error_is_the_one_reported(tiny_model: str, tmp_path:
     assert last.startswith(f"error: rank {rank} failed: ") and "it is my fault" in last and "report.html" in last
     left = [path.name for path in run.glob("crash-rank-*")]
     assert left == (["crash-rank-1.txt"] if rank == 1 else [])
-    assert result.stderr.count("Traceback") == 1, "the failing rank's, not what followed from it in the other"
+    # The failing rank's, not what followed from it in the other.
+    assert result.stderr.count("Traceback") == 1, result.stderr
     if rank == 1:
         assert "bad.py" in (run / left[0]).read_text(), "its traceback"

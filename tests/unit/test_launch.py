@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from engine import cli, failures, folder, launch
 from engine.config import Config, ConfigError
 from engine.distributed import World
 
-QUICK = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = str(ROOT / "configs" / "quickstart.yaml")
 RANK = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
 
 
@@ -78,6 +81,33 @@ def test_an_earlier_start_s_errors_are_not_this_one_s(
                 raise KeyboardInterrupt("SIGTERM")
         assert ("rank 2 failed: ValueError: just now" in str(stopped.value)) == bool(new), stopped.value
         assert (stopped.type is KeyboardInterrupt) == (new is None)
+
+
+IN_A_DESTRUCTOR = """
+import os, signal, sys, time
+from engine import failures
+
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+        for _ in range(1000):
+            pass
+
+failures.stop_on_sigterm(is_rank=True)
+try:
+    Last()
+    time.sleep(20)
+except KeyboardInterrupt as error:
+    sys.exit(failures.status(error))
+"""
+
+
+@pytest.mark.parametrize("name,status", [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_in_a_destructor_is_not_lost(name: str, status: int) -> None:
+    """What a ``__del__`` raises goes nowhere."""
+    script = IN_A_DESTRUCTOR.replace("{name}", name)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stderr) == (status, "")
 
 
 @pytest.mark.parametrize(

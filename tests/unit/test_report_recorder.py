@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_resume_forgets_what_came_after_the_checkpoint_and_a_torn_last_line(tmp_
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
 
+    time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in which they begin
     resumed = record(tmp_path, start_step=3)
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 3]
     assert steps(tmp_path / "samples.jsonl") == [1, 2, 3]
