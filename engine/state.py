@@ -72,7 +72,8 @@ def save(
         partial.mkdir(parents=True)
     world.barrier()
     for name, engine in trainer.engines.items():
-        engine.save_checkpoint(str(partial), tag=name, save_latest=False)
+        # What LoRA leaves frozen is in the model's own folder.
+        engine.save_checkpoint(str(partial), tag=name, save_latest=False, exclude_frozen_parameters=True)
     torch.save(_random_state(), partial / f"random-{world.rank}.pt")
     torch.save(list(waiting), partial / f"in-flight-{world.rank}.pt")
     world.barrier()
@@ -93,7 +94,8 @@ def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState
     import torch
 
     for name, engine in trainer.engines.items():
-        path, _ = engine.load_checkpoint(str(checkpoint), tag=name)
+        whole = all(parameter.requires_grad for parameter in engine.module.parameters())
+        path, _ = engine.load_checkpoint(str(checkpoint), tag=name, load_module_strict=whole)
         if path is None:
             raise FileNotFoundError(f"{checkpoint} holds no '{name}'")
     trainer.apply_settings()

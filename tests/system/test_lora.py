@@ -34,6 +34,10 @@ def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path, where
     (run / "partial-model" / "adapter").mkdir(parents=True)  # killed while exporting
     run_engine(f"--resume {run}")
     check_folder(tmp_path / "whole", 4)
+    states = list(run.glob("checkpoints/step-*/policy/*model_states.pt"))
+    for kept in [torch.load(path, weights_only=False)["module"] for path in states]:
+        assert kept and all("lora_" in name for name in kept), "frozen weights are in the model's own folder"
+    assert states
     rows = steps(tmp_path / "whole")
     assert all(row["weights/logprob_gap_mean"] < 1e-4 for row in rows), "the sampler has what the trainer has"
     assert rows[0]["kl/ref_mean"] == pytest.approx(0, abs=1e-5) and abs(rows[-1]["kl/ref_mean"]) > 1e-3
