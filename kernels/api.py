@@ -98,7 +98,7 @@ def linear_logprob(
         RuntimeError: the backend asked for is not built.
     """
     check = Checker("linear_logprob")
-    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib, backend)
     if anchor is not None:
         check.row("anchor", anchor, len(hidden), hidden.device)
         anchor = anchor.detach()
@@ -170,7 +170,7 @@ def linear_policy_loss(
         ValueError, TypeError, RuntimeError: as :func:`linear_logprob`; RuntimeError also for a second backward pass.
     """
     check = Checker("linear_policy_loss")
-    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib, backend)
     spec = PolicySpec(loss, clip_low, clip_high, kl_coef, kl_estimator, entropy_coef, is_cap, ratio, dual_clip)
     data = (token_weights, advantages, old_logprobs, ref_logprobs, behaviour_logprobs)
     check_policy(check, spec, len(hidden), hidden.device, *data, cu_seqlens)
@@ -226,7 +226,7 @@ def linear_preference_loss(
         ValueError, TypeError, RuntimeError: as :func:`linear_policy_loss`; cu_seqlens' values are always checked.
     """
     check = Checker("linear_preference_loss")
-    check_head(check, hidden, weight, targets, bias, temperature, softcap, workspace_gib)
+    check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib, backend)
     spec = PreferenceSpec(loss, beta, label_smoothing)
     check_preference(check, spec, len(hidden), hidden.device, cu_seqlens, ref_logprobs, pair_weights)
     total, logprobs, entropy, chosen, rejected, _ = loss_ops.linear_preference_loss(
@@ -277,7 +277,7 @@ def linear_kl(
     fits = len(hidden_q) == len(hidden_p) and hidden_q.device == hidden_p.device
     check.require(fits, "hidden_q", hidden_q, "[{}, H] on {} like hidden_p", len(hidden_p), hidden_p.device)
     check.choice("direction", direction, DIRECTIONS)
-    check_settings(check, hidden_p, temperature, softcap, workspace_gib)
+    check_settings(check, hidden_p, temperature, softcap, workspace_gib, backend)
     check.no_tangents(hidden_p, weight_p, bias_p)
     bias_q = None if bias_q is None else bias_q.detach()
     divergence, _, _ = ops.linear_kl(

@@ -23,10 +23,11 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def describe(value: object) -> str:
-    """A tensor by shape, dtype and device, anything else by its repr."""
+    """A tensor by shape, dtype and device, a number or a name by its repr, anything else by its type."""
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} {short(value.dtype)} on {value.device}"
-    return repr(value)
+        sparse = "" if value.layout == torch.strided else "sparse "
+        return f"{sparse}{list(value.shape)} {short(value.dtype)} on {value.device}"
+    return repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
 
 
 def short(dtype: torch.dtype) -> str:
@@ -48,7 +49,8 @@ class Checker:
         if not isinstance(value, Tensor):
             message = f"{self.function}: {name} is {describe(value)}, expected a tensor {expected.format(*parts)}"
             raise TypeError(message)
-        self.require(value.dim() == dims, name, value, expected, *parts)
+        fits = value.dim() == dims and value.layout == torch.strided
+        self.require(fits, name, value, expected, *parts)
 
     def row(self, name: str, value: Tensor, count: int, device: torch.device) -> None:
         """A floating tensor with one element a row."""
@@ -115,16 +117,22 @@ def check_weight(
 
 
 def check_settings(
-    check: Checker, hidden: Tensor, temperature: float | Tensor, softcap: float | None, workspace_gib: float
+    check: Checker,
+    hidden: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    workspace_gib: float,
+    backend: str | None,
 ) -> None:
-    """Check what shapes the logits of any head, and the workspace."""
+    """Check what shapes the logits of any head, the workspace, and that a backend is a name."""
     if isinstance(temperature, Tensor):
         check.row("temperature", temperature, len(hidden), hidden.device)
     else:
         check.number("temperature", temperature, "a number above 0 or a tensor with one a row", 1 / LARGEST)
     if softcap is not None:
-        check.number("softcap", softcap, "None or a number above 0", 0, strict=True)
+        check.number("softcap", softcap, "None or a number above 0", 1 / LARGEST)
     check.number("workspace_gib", workspace_gib, "a number above 0", 0, strict=True)
+    check.require(backend is None or isinstance(backend, str), "backend", backend, "None or a name")
 
 
 def check_head(
@@ -135,7 +143,9 @@ def check_head(
     bias: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
+    ignore_index: int,
     workspace_gib: float,
+    backend: str | None,
 ) -> None:
     """Check what every function over one head takes."""
     check_weight(check, "", hidden, weight, bias)
@@ -143,7 +153,8 @@ def check_head(
     check.tensor("targets", targets, 1, *expected)
     fits = len(targets) == len(hidden) and targets.dtype == torch.int64 and targets.device == hidden.device
     check.require(fits, "targets", targets, *expected)
-    check_settings(check, hidden, temperature, softcap, workspace_gib)
+    check.require(isinstance(ignore_index, int), "ignore_index", ignore_index, "an integer")
+    check_settings(check, hidden, temperature, softcap, workspace_gib, backend)
     check.no_tangents(hidden, weight, bias)
 
 
@@ -161,7 +172,7 @@ def check_values(
             expected = "0 to {} or ignore_index={}"
             check.require(False, f"targets[{first}]", int(targets[first]), expected, vocabulary - 1, ignore_index)
     fits = bool(((inverse_temperature > 0) & inverse_temperature.isfinite()).all())
-    check.require(fits, "temperature", 1 / inverse_temperature, "only numbers above 0")
+    check.require(fits, "temperature", 1 / inverse_temperature, "only finite numbers above 0")
 
 
 def read_bounds(function: str, cu_seqlens: Tensor, count: int) -> list[int]:

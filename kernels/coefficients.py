@@ -103,20 +103,22 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     by_sequence = spec.ratio == "sequence"
     ratio, clipped = torch.ones_like(logprobs), torch.zeros_like(rows.valid)
     weight = torch.where(rows.valid, rows.token_weights, zero)
+    counts = weight != 0  # what another row holds, NaN perhaps, must not reach a gradient
     policy_weight = weight
     if rows.old_logprobs is not None:
         ratio, ratio_clamped = exp_ratio(logprobs, rows.old_logprobs, by_sequence)
         clamped = clamped | ratio_clamped
         if rows.behaviour_logprobs is not None and spec.is_cap is not None:
             importance, importance_clamped = exp_ratio(rows.old_logprobs, rows.behaviour_logprobs, by_sequence)
-            policy_weight = weight * importance.clamp(max=spec.is_cap)
+            policy_weight = torch.where(counts, weight * importance.clamp(max=spec.is_cap), zero)
             clamped = clamped | importance_clamped
 
     if spec.loss == "likelihood":
         policy, dpolicy = -logprobs, -policy_weight
     elif spec.loss == "reinforce":
         assert rows.advantages is not None
-        policy, dpolicy = -rows.advantages * logprobs, -policy_weight * rows.advantages
+        policy = -rows.advantages * logprobs
+        dpolicy = torch.where(counts, -policy_weight * rows.advantages, zero)
     else:
         assert rows.advantages is not None
         plain = ratio * rows.advantages
@@ -127,7 +129,7 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
             ceiling = torch.where(rows.advantages < 0, -spec.dual_clip * rows.advantages, float("inf"))
             clipped = clipped | (rows.valid & (policy > ceiling))
             policy = torch.minimum(policy, ceiling)
-        dpolicy = torch.where(clipped | ratio_clamped | ~rows.valid, zero, -policy_weight * plain)
+        dpolicy = torch.where(clipped | ratio_clamped | ~counts, zero, -policy_weight * plain)
         if by_sequence:
             dpolicy = _sum_over_sequence(dpolicy, rows.lengths)
 
@@ -140,11 +142,11 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
             clamped = clamped | kl_clamped
         else:
             kl, dkl = (delta if spec.kl_estimator == "k1" else delta.square() / 2), delta
-        dkl = torch.where(weight != 0, dkl, zero)  # a reference of -inf must not leave NaN on a row without weight
+        dkl = torch.where(counts, dkl, zero)
 
     loss = policy_weight * (policy + spec.kl_coef * kl) - weight * spec.entropy_coef * entropy
     return Coefficients(
-        loss=torch.where(weight != 0, loss, zero),
+        loss=torch.where(counts, loss, zero),
         dlogprob=torch.where(rows.valid, dpolicy + policy_weight * spec.kl_coef * dkl, zero),
         dentropy=-weight * spec.entropy_coef,
         ratio=torch.where(rows.valid, ratio, 1.0),

@@ -54,6 +54,7 @@ class CpuScanner:
 
     def scan(self, rows: slice) -> Statistics:
         valid = self.problem.valid[rows]
+        self.columns = self.exponentials = None  # views of what may be too small
         self.columns = self._columns(len(valid)) if any(self.needs) else None
         self.exponentials = self._in_fp32(self.columns) if self.columns is not None and self.reshapes else self.columns
         self.anchor = self._guess(rows)

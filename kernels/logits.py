@@ -57,7 +57,9 @@ class LogitsScanner:
     def scan(self, rows: slice) -> Statistics:
         size = rows.stop - rows.start
         if len(self.logits) < size:
-            self.logits = self.logits.new_empty(size, self.logits.shape[1])
+            vocabulary = self.logits.shape[1]
+            self.logits = self.logits.new_empty(0, vocabulary)  # frees the smaller one first
+            self.logits = self.logits.new_empty(size, vocabulary)
         hidden, targets, valid = (
             value[rows] for value in (self.problem.hidden, self.problem.targets, self.problem.valid)
         )

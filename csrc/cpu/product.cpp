@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 
+#include <exception>
 #include <vector>
 
 #include "vector.h"
@@ -11,7 +12,7 @@
 namespace tandem {
 namespace {
 
-// Asked by trying: which CPUs and builds have a kernel is ATen's to know, and it raises where it has none.
+// Asked by trying: which CPUs and builds have a kernel is ATen's and oneDNN's to know, and either raises where there is none.
 template <typename T>
 bool try_brgemm() {
   try {
@@ -20,7 +21,7 @@ bool try_brgemm() {
     at::native::cpublas::brgemm(2, 2, 2, 2, 2, 2, /*add_C=*/false, ones.data(), ones.data(), product);
     at::native::cpublas::brgemm_release();
     return product[0] == 2;
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;
   }
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels import coefficients as plain
 from kernels.coefficients import LOG_RATIO_LIMIT, Coefficients, PolicySpec, Rows
+from kernels.triton.rows import aligned
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 BLOCK = 256
@@ -32,6 +33,7 @@ def token_coefficients(
     new = tl.load(logprob_ptr + rows, mask=valid, other=0.0)
     entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
     weight = tl.load(weight_ptr + rows, mask=valid, other=0.0)
+    counts = weight != 0  # what another row holds, NaN perhaps, must not reach a gradient
     ratio = tl.full((BLOCK,), 1.0, dtype=tl.float32)
     clipped = valid & (ratio < 0)
     clamped = clipped
@@ -46,7 +48,8 @@ def token_coefficients(
         clamped |= ratio_clamped
         if IMPORTANCE:
             log_importance = old - tl.load(behaviour_ptr + rows, mask=valid, other=0.0)
-            policy_weight *= tl.minimum(tl.exp(_clamped(log_importance)), is_cap)
+            importance = tl.minimum(tl.exp(_clamped(log_importance)), is_cap)
+            policy_weight = tl.where(counts, policy_weight * importance, 0.0)
             clamped |= tl.abs(log_importance) > LIMIT
 
     policy = -new
@@ -55,7 +58,7 @@ def token_coefficients(
         advantage = tl.load(advantage_ptr + rows, mask=valid, other=0.0)
         if LOSS == "reinforce":
             policy *= advantage
-            dpolicy *= advantage
+            dpolicy = tl.where(counts, dpolicy * advantage, 0.0)
         else:
             plain = ratio * advantage
             bounded = tl.minimum(tl.maximum(ratio, 1 - clip_low), 1 + clip_high) * advantage
@@ -65,7 +68,7 @@ def token_coefficients(
                 floor = -dual_clip * advantage
                 clipped |= valid & (advantage < 0) & (policy > floor)
                 policy = tl.where(advantage < 0, tl.minimum(policy, floor), policy)
-            dpolicy = tl.where(clipped | ratio_clamped, 0.0, dpolicy * plain)
+            dpolicy = tl.where(clipped | ratio_clamped | ~counts, 0.0, dpolicy * plain)
 
     loss = policy
     dlogprob = dpolicy
@@ -81,11 +84,10 @@ def token_coefficients(
             kl = delta if KL == "k1" else delta * delta / 2
             dkl = delta
         loss += kl_coef * kl
-        # A reference of −inf must not leave NaN on a row without weight.
-        dlogprob += policy_weight * kl_coef * tl.where(weight != 0, dkl, 0.0)
+        dlogprob += policy_weight * kl_coef * tl.where(counts, dkl, 0.0)
 
     loss = policy_weight * loss - weight * entropy_coef * entropy
-    tl.store(loss_ptr + rows, tl.where(weight != 0, loss, 0.0), mask=inside)
+    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
     tl.store(dlogprob_ptr + rows, tl.where(valid, dlogprob, 0.0), mask=inside)
     tl.store(dentropy_ptr + rows, -weight * entropy_coef, mask=inside)
     tl.store(ratio_ptr + rows, tl.where(valid, ratio, 1.0), mask=inside)
@@ -104,10 +106,10 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
         return found
 
     def given(value: Tensor | None) -> Tensor:
-        return logprobs if value is None else value.contiguous()
+        return logprobs if value is None else aligned(value)
 
     token_coefficients[(triton.cdiv(len(logprobs), BLOCK),)](
-        logprobs, entropy, rows.valid.contiguous(), given(rows.token_weights), given(rows.advantages),
+        logprobs, entropy, aligned(rows.valid), given(rows.token_weights), given(rows.advantages),
         given(rows.old_logprobs), given(rows.ref_logprobs), given(rows.behaviour_logprobs), *found,
         float(spec.clip_low), float(spec.clip_high), float(spec.dual_clip or 0), float(spec.kl_coef),
         float(spec.entropy_coef), float(spec.is_cap or 0), len(logprobs), BLOCK, LOSS=spec.loss,

@@ -49,6 +49,11 @@ class Products:
         self.copied_bytes = 0 if problem.hidden.stride(1) == 1 else self.width * problem.hidden.itemsize
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
+        self.release()
+
+    def release(self) -> None:
+        """Forgets what ``reserve`` made."""
+        self.scanned = self.e = self.factor = self.scaled = self.problem.hidden.new_empty(0)
 
     def reserve(self, count: int) -> None:
         """Room for ``count`` rows."""

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.triton.maths import expm1_negative, softcapped, softplus
 
@@ -10,6 +11,12 @@ ANCHOR_LIMIT = tl.constexpr(40.0)
 
 LIVE_BLOCK = tl.constexpr(64)
 """Live rows are filled up to a multiple of this with zeros, the depth of a product's step."""
+
+
+def aligned(vector: Tensor) -> Tensor:
+    """The vector, contiguous and from 16 bytes on: for any other place Triton would compile the kernels again."""
+    vector = vector.contiguous()
+    return vector if vector.data_ptr() % 16 == 0 else vector.clone()
 
 
 @triton.jit

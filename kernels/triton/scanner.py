@@ -26,12 +26,6 @@ def processors(device: torch.device) -> int:
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def aligned(vector: Tensor) -> Tensor:
-    """The vector, contiguous and from 16 bytes on: for any other place Triton would compile the kernels again."""
-    vector = vector.contiguous()
-    return vector if vector.data_ptr() % 16 == 0 else vector.clone()
-
-
 class AnchoredScanner:
     """A :class:`kernels.head.Scanner` that keeps E = exp(z − anchor) of a chunk, and scales rows rather than E."""
 
@@ -58,6 +52,7 @@ class AnchoredScanner:
         """Room for ``count`` rows; what is there is forgotten."""
         if count <= self.size:
             return
+        self.products.release()  # before more is taken
         self.size, places = count, triton.cdiv(count, 4) * 4  # so that every vector begins at 16 bytes
         fp32, int32 = torch.empty(0, device=self.device), torch.empty(0, device=self.device, dtype=torch.int32)
         self.totals, self.weighted = fp32.new_empty(2, self.tiles * places)
@@ -81,17 +76,17 @@ class AnchoredScanner:
         self.hidden = problem.hidden[rows]  # drops the last chunk's copy before the next is made
         if self.hidden.stride(1) != 1:
             self.hidden = self.hidden.contiguous()
-        self.temperature = aligned(head.inverse_temperature[rows])
+        self.temperature = row_kernels.aligned(head.inverse_temperature[rows])
         guess, guesses = None, ""
         if problem.anchor is not None:
-            guess, guesses = aligned(problem.anchor[rows]), "anchor"
+            guess, guesses = row_kernels.aligned(problem.anchor[rows]), "anchor"
         elif problem.logprob_guess is not None:
-            guess, guesses = aligned(problem.logprob_guess[rows]), "logprob"
+            guess, guesses = row_kernels.aligned(problem.logprob_guess[rows]), "logprob"
         has_target = self.products.flags(count)
         bias = head.bias if head.bias is not None else self.temperature
         softcap = head.softcap if head.softcap is not None else 0.0
         row_kernels.set_anchor[(count,)](
-            self.hidden, head.weight, bias, aligned(problem.targets[rows]),
+            self.hidden, head.weight, bias, row_kernels.aligned(problem.targets[rows]),
             self.temperature if guess is None else guess, self.temperature, softcap, self.logit, self.anchor,
             self.target, self.target if has_target is None else has_target,
             self.hidden.stride(0), *head.weight.stride(), self.vocabulary, self.tiles, self.width,
@@ -112,9 +107,9 @@ class AnchoredScanner:
         return self.statistics
 
     def _row_statistics(self, rows: slice, logprobs: Tensor, entropy: Tensor, listed: bool) -> None:
-        count = len(logprobs)
+        count, valid = len(logprobs), row_kernels.aligned(self.problem.valid[rows])
         row_kernels.row_statistics[(triton.cdiv(count, STATISTICS_ROWS),)](
-            self.totals, self.weighted, self.logit, self.anchor, aligned(self.problem.valid[rows]), logprobs, entropy,
+            self.totals, self.weighted, self.logit, self.anchor, valid, logprobs, entropy,
             self.rest, self.log_sum, self.list, self.missed, count, self.tiles, STATISTICS_ROWS, STATISTICS_TILES,
             LISTED=listed,
         )  # fmt: skip
@@ -128,8 +123,8 @@ class AnchoredScanner:
         if count == 0:
             return
         head, products = self.problem.head, self.products
-        dlogprob = aligned(grads.dlogprob)
-        dentropy = dlogprob if grads.dentropy is None else aligned(grads.dentropy)
+        dlogprob = row_kernels.aligned(grads.dlogprob)
+        dentropy = dlogprob if grads.dentropy is None else row_kernels.aligned(grads.dentropy)
         with_entropy, softcap = grads.dentropy is not None, head.softcap
         row_kernels.plan_rows[(1,)](
             dlogprob, dentropy, self.source, self.hole, self.tail, self.plan, count,

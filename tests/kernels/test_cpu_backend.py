@@ -1,5 +1,10 @@
 """What is particular to the compiled CPU backend; the common suite runs on it too."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +15,7 @@ from kernels.head import Head, Problem, RowGradients
 
 pytestmark = pytest.mark.skipif(not is_built("cpu"), reason="kernels._cpu not built")
 ALL = (True, True, False)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def scanner_for(problem, workspace=1e9, **guesses):
@@ -56,6 +62,20 @@ def test_without_the_bf16_kernels_of_the_cpu(tools, width):
         slow = gradients(scanner_for(problem), 50, grads)
     for value, expected in zip(slow, fast, strict=True):
         assert tools.relative_error(value, expected) < 4e-3
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"])
+def test_bf16_on_older_processors(instructions):
+    """oneDNN has no bf16 kernels for some of them and says so in an exception of its own."""
+    script = (
+        "import torch, kernels\n"
+        "x, w, y = torch.randn(4, 8).bfloat16(), torch.randn(11, 8).bfloat16(), torch.tensor([1, 2, 3, 4])\n"
+        "fast, plain = (kernels.linear_logprob(x, w, y, backend=name) for name in ('cpu', 'reference'))\n"
+        "torch.testing.assert_close(fast, plain, rtol=0, atol=1e-3)\n"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_live_rows_are_multiplied(tools, monkeypatch):

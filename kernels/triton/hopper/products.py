@@ -113,6 +113,10 @@ class HopperProducts(Products):
         self.fixed_bytes = self.spare_tiles * part_bytes
         self.sums: Tensor | None = None
 
+    def release(self) -> None:
+        super().release()
+        self.partial = self.factor
+
     def reserve(self, count: int) -> None:
         super().reserve(count)
         columns = self.dhidden_columns
