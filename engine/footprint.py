@@ -135,8 +135,20 @@ class Pass:
     item: int
     checkpointing: bool
     fused: bool
-    """With Liger's RMSNorm and SwiGLU."""
+    """With Liger's RMSNorm and SwiGLU; in 16 bits with ``engine.training.residual``'s fp32 stream and its norm."""
     frozen_head: bool = False
+
+    @property
+    def _stream(self) -> int:
+        """Bytes of a number of the residual stream."""
+        return 4 if self.fused else self.item
+
+    @property
+    def _stream_norm(self) -> int:
+        """RMSNorm of one token of the stream; Liger's and the plain one keep a statistic too, ours does not."""
+        if self.fused and self.item == 2:
+            return (self._stream + self.item) * self.shape.hidden
+        return self._norm(self.shape.hidden) + 4
 
     def _norm(self, width: int) -> int:
         """RMSNorm of one token: its input and its output; plain, what it multiplied by too, once in fp32."""
@@ -154,19 +166,20 @@ class Pass:
         attention = b * (2 * query + 2 * key_value) + 4 * s.heads
         qk_norm = self._norm(query + key_value) - b * (query + key_value) if s.qk_norm else 0
         mlp = (3 if self.fused else 4) * b * s.intermediate
-        return 2 * (self._norm(s.hidden) + 4) + attention + qk_norm + mlp
+        return 2 * self._stream_norm + attention + qk_norm + mlp
 
     @property
     def activations(self) -> int:
         """Saved up to the last norm's output; with checkpointing each layer's input, and one layer recomputed."""
         s = self.shape
-        kept = s.layers * self.item * s.hidden + self.layer if self.checkpointing else s.layers * self.layer
-        return self.tokens * (kept + self._norm(s.hidden))
+        kept = s.layers * self._stream * s.hidden + self.layer if self.checkpointing else s.layers * self.layer
+        return self.tokens * (kept + self._stream_norm)
 
     @property
     def backward(self) -> int:
         """Gradients by activations that are alive at a time in a layer."""
-        return self.tokens * self.item * (self.shape.intermediate + 3 * self.shape.hidden)
+        s = self.shape
+        return self.tokens * (self.item * (s.intermediate + 2 * s.hidden) + self._stream * s.hidden)
 
     def head(self, workspace: float, entropy: bool) -> int:
         """The loss head at its fullest: rows, dX, dW, dW's fp32 sum over several chunks, scratch memory.

@@ -10,6 +10,7 @@ from typing import Any
 _HOME = {
     "PolicyLossOutput": "kernels.api",
     "PreferenceLossOutput": "kernels.api",
+    "add_rms_norm": "kernels.api",
     "gae": "kernels.api",
     "linear_kl": "kernels.api",
     "linear_logprob": "kernels.api",
@@ -21,6 +22,7 @@ _HOME = {
 __all__ = [
     "PolicyLossOutput",
     "PreferenceLossOutput",
+    "add_rms_norm",
     "gae",
     "linear_kl",
     "linear_logprob",

@@ -9,6 +9,7 @@ from kernels import loss_ops, ops
 from kernels.checks import (
     DIRECTIONS,
     Checker,
+    check_add_rms_norm,
     check_gae,
     check_head,
     check_policy,
@@ -17,6 +18,7 @@ from kernels.checks import (
     check_weight,
 )
 from kernels.coefficients import PolicySpec
+from kernels.dispatch import resolve
 from kernels.preference import PreferenceSpec
 
 GIB = 1 << 30
@@ -318,6 +320,35 @@ def gae(
     check_gae(rewards, values, cu_seqlens, gamma, lam, bootstrap)
     bootstrap = None if bootstrap is None else bootstrap.detach()
     return ops.gae(rewards.detach(), values.detach(), cu_seqlens, gamma, lam, bootstrap, backend)
+
+
+def add_rms_norm(
+    residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """A residual stream in fp32: adds a layer's branch to it, and gives the next layer its RMSNorm in 16 bits.
+
+    sum = residual + branch and normed = sum · rsqrt(mean(sum²) + eps) · weight (Zhang and Sennrich, arXiv 1910.07467),
+    all in fp32, normed rounded once. Differentiable in residual, branch and weight through both outputs; sums over rows
+    have a fixed order.
+
+    Args:
+        residual: ``[..., H]`` fp32.
+        branch: the same shape, bf16, fp16 or fp32; None adds nothing, and the sum is the residual itself.
+        weight: ``[H]`` bf16, fp16 or fp32; the parameter itself, which ZeRO-3 may swap out between the passes.
+        eps: above 0.
+        backend: as in :func:`linear_logprob`.
+
+    Returns:
+        (sum, normed), ``[..., H]`` fp32 and ``[..., H]`` in weight's dtype.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear_logprob`.
+    """
+    check_add_rms_norm(residual, branch, weight, eps)
+    module = resolve("add_rms_norm", residual.device, backend)
+    with ops.running_on(residual.device):
+        found: tuple[Tensor, Tensor] = module.add_rms_norm(residual, branch, weight, eps)
+    return found
 
 
 def _inverse_temperature(hidden: Tensor, temperature: float | Tensor) -> Tensor:

@@ -265,3 +265,22 @@ def check_gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float,
     for name, number in (("gamma", gamma), ("lam", lam)):
         check.number(name, number, "a number from 0 to 1", 0)
         check.require(number <= 1, name, number, "a number from 0 to 1")
+
+
+def check_add_rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> None:
+    """Check the arguments of :func:`kernels.add_rms_norm`."""
+    check, names = Checker("add_rms_norm"), ", ".join(map(short, DTYPES))
+    check.tensor("weight", weight, 1, "[H] of " + names)
+    fits = weight.dtype in DTYPES and len(weight) > 0
+    check.require(fits, "weight", weight, "[H] of " + names + ", H at least 1")
+    expected = ("[..., {}] float32 on {} like weight", len(weight), weight.device)
+    check.tensor("residual", residual, max(1, getattr(residual, "ndim", 1)), *expected)
+    fits = residual.shape[-1] == len(weight) and residual.dtype == torch.float32 and residual.device == weight.device
+    check.require(fits, "residual", residual, *expected)
+    if branch is not None:
+        like_residual = ("{} of " + names + " on {} like residual", list(residual.shape), residual.device)
+        check.tensor("branch", branch, residual.dim(), *like_residual)
+        fits = branch.shape == residual.shape and branch.dtype in DTYPES and branch.device == residual.device
+        check.require(fits, "branch", branch, *like_residual)
+    check.number("eps", eps, "a number above 0", 0, strict=True)
+    check.no_tangents(residual, branch, weight)

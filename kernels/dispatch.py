@@ -31,7 +31,7 @@ BACKENDS = {
 RESERVED = {"cuda": "CUDA C++ for Hopper, which does not exist yet; use 'triton'"}
 """Names that are spoken for."""
 
-PARTS = {"gae": "gae", "linear_kl": "linear_kl"}
+PARTS = {"add_rms_norm": "add_rms_norm", "gae": "gae", "linear_kl": "linear_kl"}
 """The part of a backend (kernels/head.py) that a public function needs, where it is not ``make_scanner``."""
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from kernels.chunked import even_spans
 from kernels.head import Gradients, Head, Needs, RowGradients, product_dtype
 from kernels.logits import CAST_BYTES, HeadGradients, LogitsScanner, LogitStatistics, linear_logits
-from kernels.reference import gae
+from kernels.reference import add_rms_norm, gae
 
-__all__ = ["gae", "linear_kl", "linear_kl_backward", "make_scanner"]
+__all__ = ["add_rms_norm", "gae", "linear_kl", "linear_kl_backward", "make_scanner"]
 
 LOG_FLOOR = -104.0
 """exp of this is zero in fp32: flooring log p here turns 0·(−inf) into 0 and changes nothing else."""

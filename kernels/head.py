@@ -140,6 +140,11 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """See :func:`kernels.gae`; fp32, any strides."""
 
+    def add_rms_norm(
+        self, residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`kernels.add_rms_norm`; differentiable, any strides."""
+
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the backward products: fp16 has no room for p·c, so it multiplies in fp32."""

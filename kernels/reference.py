@@ -199,3 +199,10 @@ def gae(
         advantages[index] = next_advantage[alive]
         next_value = next_value.index_copy(0, alive, values[index])
     return advantages, advantages + values
+
+
+def add_rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See :func:`kernels.add_rms_norm`."""
+    total = residual if branch is None else residual + branch
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight
+    return total, normed.to(weight.dtype)

@@ -6,13 +6,18 @@ import importlib.util
 import logging
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 # Liger looks for kernels for other vendors' devices and warns that it finds none.
 logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE = "apply_rotary_pos_emb"
+"""What transformers' attention calls for it."""
 
 
 def patch(model: PreTrainedModel) -> bool:
@@ -30,16 +35,21 @@ def patch(model: PreTrainedModel) -> bool:
     _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     namespace.update(before)
     for module in model.modules():
-        # RoPE is a function that attention finds among its module's globals: this model's attention gets its own.
         forward = type(module).forward
-        if isinstance(forward, types.FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names:
-            own = types.FunctionType(
-                forward.__code__,
-                {**forward.__globals__, "apply_rotary_pos_emb": liger_rotary_pos_emb},
-                forward.__name__,
-                forward.__defaults__,
-                forward.__closure__,
-            )
-            own.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = types.MethodType(own, module)
+        if isinstance(forward, types.FunctionType) and ROPE in forward.__code__.co_names:
+            give_rope(module, liger_rotary_pos_emb)
     return True
+
+
+def give_rope(module: nn.Module, rope: Callable[..., Any]) -> None:
+    """RoPE is a function that attention finds among its module's globals: this attention gets its own."""
+    forward: Any = type(module).forward
+    own = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROPE: rope},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(own, module)

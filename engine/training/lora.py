@@ -58,7 +58,8 @@ def add_adapters(model: Any, settings: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(options, model)
-    model.to(model.dtype)
+    for parameter in model.parameters():  # not the whole model: the frequencies of RoPE stay in fp32
+        parameter.data = parameter.data.to(model.dtype)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from engine import experience
 from engine.config import Config
 from engine.distributed import World
 from engine.sample import Sample
-from engine.training import liger, lora, models, zero
+from engine.training import liger, lora, models, residual, zero
 from engine.training.averages import Averages
 from engine.training.gap import Gap
 from engine.training.offload import HostStates
@@ -43,8 +43,8 @@ class Trainer:
         self.config, self.world = config, world
         networks: list[models.Policy | models.Value | None] = [policy, reference, value]
         for network in networks:
-            if network is not None and world.device.type == "cuda":
-                liger.patch(network.model)
+            if network is not None and world.device.type == "cuda" and liger.patch(network.model):
+                residual.patch(network.model)
         steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
         self._rates = {"policy": config.train.learning_rate}
         self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate

@@ -3,11 +3,12 @@
 from kernels.head import Needs, Problem, Scanner
 from kernels.triton.gae import gae
 from kernels.triton.kl import linear_kl, linear_kl_backward
+from kernels.triton.norm import add_rms_norm
 from kernels.triton.policy import row_coefficients
 from kernels.triton.scale import scale_
 from kernels.triton.scanner import AnchoredScanner
 
-__all__ = ["gae", "linear_kl", "linear_kl_backward", "make_scanner", "row_coefficients", "scale_"]
+__all__ = ["add_rms_norm", "gae", "linear_kl", "linear_kl_backward", "make_scanner", "row_coefficients", "scale_"]
 
 
 def make_scanner(problem: Problem, workspace: float, needs: Needs) -> Scanner:

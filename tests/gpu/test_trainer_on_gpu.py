@@ -6,7 +6,8 @@ import copy
 import gc
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine import distributed, weights
 from engine.distributed import World
-from engine.training import attention, liger, models
+from engine.training import attention, liger, models, residual
 from engine.training.packing import Layout, microbatches
 from tests.system import gradients, offloading
 
@@ -125,7 +126,7 @@ def test_packed_logprobs_equal_one_sequence_at_a_time(qwen: str, world: World) -
     oracle = AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="eager").cuda()
     samples = gradients.batch()
     policy = models.load_policy(qwen, dtype=torch.bfloat16).cuda()
-    liger.patch(policy.model)
+    assert not liger.patch(policy.model) or residual.patch(policy.model)
     (micro,) = microbatches(samples, torch.arange(len(samples))[:, None], 1000, world)
     with torch.no_grad():
         packed = policy(micro).split(micro.cu_seqlens.diff().tolist())
@@ -159,6 +160,40 @@ def test_liger_changes_one_model_and_not_its_numbers(qwen: str, world: World) ->
         assert float((got - want).norm() / want.norm()) < 1e-4
 
 
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
+def test_with_the_stream_in_fp32_bf16_is_nearer_to_the_exact_model(tmp_path: Path, world: World) -> None:
+    """Log-probabilities and gradients against the same weights in fp32; checkpointing changes no bit."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 1000}
+    model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.ndim == 2 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.bfloat16().save_pretrained(tmp_path)
+    (micro,) = microbatches(gradients.batch(), torch.arange(gradients.EPISODES)[:, None], 1000, world)
+
+    def results(dtype: torch.dtype, *patches: Callable[..., bool], checkpointing: bool = False) -> list[Tensor]:
+        policy = models.load_policy(str(tmp_path), checkpointing, dtype).cuda().train()
+        assert all(patch(policy.model) for patch in patches)
+        logprobs = policy(micro)
+        (logprobs * torch.linspace(-1, 1, len(logprobs), device="cuda")).sum().backward()
+        return [logprobs.detach(), *(p.grad for p in policy.parameters())]
+
+    exact = results(torch.float32)
+    rounded = results(torch.bfloat16, liger.patch)
+    kept = results(torch.bfloat16, liger.patch, residual.patch)
+    again = results(torch.bfloat16, liger.patch, residual.patch, checkpointing=True)
+    assert torch.equal(kept[0], again[0])
+    errors = [
+        [float((got.float() - want).norm() / want.norm()) for got, want in zip(found, exact, strict=True)]
+        for found in (rounded, kept, again)
+    ]
+    assert errors[1][0] < errors[0][0] and sum(errors[1]) < 0.9 * sum(errors[0])
+    assert max(errors[1]) < 0.06 and max(errors[2]) < 0.06
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_offload_frees_the_gpu_and_gives_the_same_bits_back(qwen: str, world: World, stage: int) -> None:
     """Twelve bytes a parameter leave for pinned memory, cycle after cycle, and training goes on."""
@@ -185,6 +220,9 @@ def test_offload_frees_the_gpu_and_gives_the_same_bits_back(qwen: str, world: Wo
 def test_every_parameter_moves(qwen: str, world: World, stage: int) -> None:
     """In bf16, with Liger and the attention kernel: none is frozen by a wrapper, biases and norms included."""
     trainer = offloading.trainer(qwen, stage, "bfloat16", world)
+    if importlib.util.find_spec("liger_kernel") is not None:
+        for engine in trainer.engines.values():
+            assert "forward" in vars(engine.module.model.base_model.layers[0]), "the residual stream is in fp32"
     before = {n: t.clone() for n, t in weights.full_weights(trainer.policy)}
     offloading.update(trainer, 0)
     after = dict(weights.full_weights(trainer.policy)) if stage != 3 else None

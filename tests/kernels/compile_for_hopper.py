@@ -105,6 +105,16 @@ def call_all(kernels, hidden, weight, targets, ratio, settings) -> None:
         ).sum().backward()  # fmt: skip
 
 
+def call_norms(kernels, width: int, rows: int) -> None:
+    """Both kernels with and without a branch, a gradient of the sum and one of the weight."""
+    residual, branch = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bfloat16)
+    for weight in (torch.zeros(width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16).requires_grad_()):
+        for other in (None, branch):
+            for used in (1, 2):
+                outputs = kernels.add_rms_norm(residual.requires_grad_(), other, weight, 1e-6, backend="triton")
+                torch.autograd.backward(outputs[-used:], [torch.zeros_like(one) for one in outputs[-used:]])
+
+
 def main() -> None:
     global other_rows
     driver.set_active(NoDevice())
@@ -112,12 +122,13 @@ def main() -> None:
     Autotuner.run = compile_all
     import kernels
     import kernels.triton.kl as kl
+    import kernels.triton.norm as norm
     import kernels.triton.scanner as scanner
     from kernels import dispatch
     from kernels.triton.hopper import kl as hopper_kl
     from kernels.triton.hopper import products
 
-    scanner.processors = kl.processors = lambda device: 132
+    scanner.processors = kl.processors = norm.processors = lambda device: 132
     dispatch.runs_on = lambda name, device: True
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # the host reads a row count
     torch.cuda.device = torch.cuda.stream = lambda where: nullcontext()
@@ -129,6 +140,10 @@ def main() -> None:
                 for rows in (320, 319, 318, 37):
                     other_rows = rows < 320
                     call_all(kernels, hidden.detach()[:rows], weight, targets[:rows].clone(), ratio, settings)
+    for width in (576, 1536, 8192):
+        for rows in (320, 319, 37, 1):
+            other_rows = rows < 320
+            call_norms(kernels, width, rows)
     other_rows = False
     ones, bounds = torch.ones(320), torch.tensor([0, 100, 320])
     kernels.gae(ones, ones, bounds, 0.9, 0.9, backend="triton")

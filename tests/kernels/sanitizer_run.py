@@ -30,6 +30,11 @@ def main() -> None:
         ).loss.backward()  # fmt: skip
         kernels.linear_kl(hidden, weight, hidden.detach() * 0.9, weight.detach()).sum().backward()
         assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+        stream = hidden.detach().float().requires_grad_()
+        for branch in (None, hidden):
+            total, normed = kernels.add_rms_norm(stream, branch, weight[0], 1e-6)
+            (total.sum() + normed.float().square().sum()).backward()
+        assert stream.grad.isfinite().all()
         kernels.gae(advantages, old, torch.tensor([0, 100, rows], device="cuda"), 0.99, 0.95)
     torch.cuda.synchronize()
 

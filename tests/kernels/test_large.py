@@ -121,6 +121,18 @@ def test_transposed_operands_past_32_bit_offsets(run, tools, direction):
         torch.testing.assert_close(far, near, rtol=1e-2, atol=1e-3)
 
 
+def test_a_residual_stream_past_32_bit_offsets(run):
+    rows, width = 1_100_000, 2048
+    weight = torch.ones(width, dtype=torch.bfloat16, device=run.device)
+    stream = torch.empty(rows, width, device=run.device).normal_().requires_grad_()
+    _, normed = kernels.add_rms_norm(stream, None, weight, 1e-6, backend=run.backend)
+    normed.backward(normed.detach())
+    last = stream.detach()[-100:].clone().requires_grad_()
+    _, alone = kernels.add_rms_norm(last, None, weight, 1e-6, backend=run.backend)
+    alone.backward(alone.detach())
+    assert torch.equal(normed[-100:], alone) and torch.equal(stream.grad[-100:], last.grad)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_a_device_that_is_not_current(run, tools):
     problem = tools.make_problem(37, 257, device="cuda:1").leaves()
