@@ -85,7 +85,7 @@ def test_nearer_to_the_exact_model_than_the_plain_one(family: str, folders: dict
     gaps = [float((found[0] - exact[0]).abs().mean()) for found in (plain, patched)]
     assert gaps[1] < 0.95 * gaps[0]
     errors = [[error(*pair) for pair in zip(found, exact, strict=True)] for found in (plain, patched)]
-    assert max(errors[1]) < 0.06 and sum(errors[1]) < 0.85 * sum(errors[0])
+    assert max(errors[1]) < 0.1 and sum(errors[1]) < 0.85 * sum(errors[0])
 
 
 def test_what_is_rounded_and_what_is_not(folders: dict[str, str], world: World) -> None:

@@ -77,6 +77,7 @@ def check_resumed(whole: Path, parts: Path) -> None:
             assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), key
 
 
+@pytest.mark.slow
 def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, tmp_path: Path) -> None:
     run_engine(short(tiny_model, tmp_path, "whole") + AHEAD)
     parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")

@@ -12,6 +12,8 @@ from engine.report.records import json_line, load_run, read_lines, write_atomica
 
 
 def record(run_dir: Path, start_step: int = 0, total_steps: int = 10) -> Recorder:
+    if (run_dir / records.TENSORBOARD).exists():  # TensorBoard sorts its files by the second in which they begin
+        time.sleep(1 - time.time() % 1)
     return Recorder(run_dir, header={"algo": "ppo"}, total_steps=total_steps, start_step=start_step, live=False)
 
 
@@ -72,7 +74,6 @@ def test_resume_forgets_what_came_after_the_checkpoint_and_a_torn_last_line(tmp_
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
 
-    time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in which they begin
     resumed = record(tmp_path, start_step=3)
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 3]
     assert steps(tmp_path / "samples.jsonl") == [1, 2, 3]
