@@ -24,6 +24,7 @@ def test_two_ranks_take_turns(tiny_model: str) -> None:
             path.unlink()
 
 
+@pytest.mark.slow
 def test_offloaded_states_change_no_step_no_checkpoint_and_no_resumed_run(tiny_model: str, tmp_path: Path) -> None:
     plain, moved = (
         short(tiny_model, tmp_path, name) + "--algo ppo --train.schedule constant " for name in ("plain", "moved")

@@ -147,7 +147,8 @@ def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path
             assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), (one["step"], key)
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_vllm_two_ranks_zero3(tiny_model: str, tmp_path: Path, staleness: int) -> None:
     """In turns, and by a thread beside the trainer."""
     pytest.importorskip("vllm")
