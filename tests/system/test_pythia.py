@@ -44,10 +44,15 @@ def pythia(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+SPLIT = "--launch.ranks 2 --schedule.placement split --schedule.staleness 1"
+
+
 @pytest.mark.parametrize(
     ("algo", "more"),
-    [("ppo", "--launch.ranks 1"), ("rloo", "--launch.ranks 2 --schedule.placement split --schedule.staleness 1")],
-    ids=["colocated", "split"],
+    [
+        pytest.param("ppo", "--launch.ranks 1", id="colocated"),
+        pytest.param("rloo", SPLIT, id="split", marks=pytest.mark.slow),
+    ],
 )
 def test_vllm_samples_from_what_is_trained(pythia: str, algo: str, more: str, tmp_path: Path) -> None:
     """The hand-over is proved at start, and by the gap after steps that move the policy far."""

@@ -177,6 +177,7 @@ def test_crash_leaves_a_report_and_a_failing_status(tiny_model: str, tmp_path: P
     assert result.stdout.count("No score after step 1") == 1 and not (run / "best").exists()
 
 
+@pytest.mark.slow
 def test_resume_takes_new_settings_and_refuses_other_runs(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
