@@ -12,7 +12,7 @@
 namespace tandem {
 namespace {
 
-// Asked by trying: which CPUs and builds have a kernel is ATen's and oneDNN's to know, and either raises where there is none.
+// Asked by trying: which CPUs and builds have a kernel is ATen's and oneDNN's to know; either raises where it has none.
 template <typename T>
 bool try_brgemm() {
   try {

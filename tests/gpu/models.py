@@ -15,11 +15,7 @@ def random_qwen2(folder: Path, **shape: Any) -> str:
     config = Qwen2Config(
         **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype="bfloat16"
     )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    _save_tokenizer(folder)
-    return str(folder)
+    return _save(folder, Qwen2ForCausalLM, config)
 
 
 def random_gpt_neox(folder: Path, **shape: Any) -> str:
@@ -29,18 +25,18 @@ def random_gpt_neox(folder: Path, **shape: Any) -> str:
     config = GPTNeoXConfig(
         **shape, rotary_pct=0.25, use_parallel_residual=True, bos_token_id=None, eos_token_id=1, dtype="bfloat16"
     )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    _save_tokenizer(folder)
-    return str(folder)
+    return _save(folder, GPTNeoXForCausalLM, config)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save(folder: Path, kind: Any, config: Any) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        kind(config).to(torch.bfloat16).save_pretrained(folder)
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 2000)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)

@@ -76,8 +76,12 @@ def error(value: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nearer_to_the_exact_model_than_the_plain_one(family: str, folders: dict[str, str], world: World) -> None:
+def test_nearer_to_the_exact_model_than_the_plain_one(
+    family: str, folders: dict[str, str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Log-probabilities and every parameter's gradient, against the same weights in fp32."""
+    # An earlier test's ZeRO-3 leaves DeepSpeed's own product in its place, whose 16-bit gradients round more.
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     exact = forward_backward(loaded(folders[family], False, torch.float32), world)
     plain = forward_backward(loaded(folders[family], False), world)
     patched = forward_backward(loaded(folders[family]), world)
@@ -85,7 +89,7 @@ def test_nearer_to_the_exact_model_than_the_plain_one(family: str, folders: dict
     gaps = [float((found[0] - exact[0]).abs().mean()) for found in (plain, patched)]
     assert gaps[1] < 0.95 * gaps[0]
     errors = [[error(*pair) for pair in zip(found, exact, strict=True)] for found in (plain, patched)]
-    assert max(errors[1]) < 0.1 and sum(errors[1]) < 0.85 * sum(errors[0])
+    assert max(errors[1]) < 0.06 and sum(errors[1]) < 0.85 * sum(errors[0])
 
 
 def test_what_is_rounded_and_what_is_not(folders: dict[str, str], world: World) -> None:
