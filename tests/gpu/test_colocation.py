@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine import distributed, weights
-from engine.device_memory import in_use
-from engine.distributed import World
-from engine.generation.base import WrongStateError
-from engine.memory import MemoryPlan
 from tests.gpu import turns
 from tests.gpu.models import random_qwen2
 from tests.gpu.test_ranks_on_gpu import HELD, used
@@ -44,67 +37,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with distributed.joined("cuda", 5) as alone:
-        yield alone
+def take_turns(ranks: int, *arguments: object) -> None:
+    print(run_ranks(ranks, turns.__file__, *map(str, arguments), timeout=400))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("sleep", ["none", "kv", "level1", "level2"])
-def test_twenty_cycles_and_a_large_step(model: str, world: World, sleep: str, shared: bool) -> None:
+@pytest.mark.parametrize(
+    "sleep, holding", [("kv", "copied"), ("kv", "shared"), ("level1", "copied"), ("level2", "copied")]
+)
+def test_twenty_cycles_and_a_large_step(model: str, sleep: str, holding: str) -> None:
     """Equal tokens, level memory, agreement afterwards; and closing gives the memory back."""
-    if shared and sleep.startswith("level"):
-        pytest.skip("shared weights never sleep")
-    plan = MemoryPlan(sleep, sleep == "level2", shared, turns.KV_BYTES)  # type: ignore[arg-type]
-    both = turns.colocation(model, plan, world, 2, 1)
-    assert both.plan == plan, "no fall-back"
-    turns.cycles(both, 20, world)
-    if sleep == "level2":
-        without_weights_it_cannot_be_ready(both)
-    if sleep == "kv":
-        too_little_memory_to_wake_up_is_said(both, world)
-    turns.learns(both, world)
-    weights_bytes = 0 if shared else sum(p.nbytes for p in both.trainer.policy.module.parameters())
-    held = in_use(world.device)
-    both.generator.close()
-    assert held - in_use(world.device) >= 0.95 * (turns.KV_BYTES + weights_bytes)
-    del both
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def without_weights_it_cannot_be_ready(both) -> None:
-    both.generator.sleep()
-    both.generator.wake()
-    with pytest.raises(WrongStateError, match="without its weights"):
-        both.generator.start()
-    with pytest.raises(WrongStateError, match="generate"):
-        both._greedy()
-    both.generator.load_weights(weights.full_weights(both.trainer.policy), 0)
-    both.generator.start()
-
-
-def too_little_memory_to_wake_up_is_said(both, world: World) -> None:
-    """The numbers are said, nothing leaks, and it works once there is room."""
-    both.generator.sleep()
-    asleep = in_use(world.device)
-    hog = torch.empty(torch.cuda.mem_get_info()[0] - turns.KV_BYTES // 2, dtype=torch.uint8, device=world.device)
-    both.generator.wake()
-    both.generator.load_weights(weights.full_weights(both.trainer.policy), 0)
-    with pytest.raises(RuntimeError, match=r"kv cache needs [\d,]+ bytes, [\d,]+ are free"):
-        both.generator.start()
-    del hog
-    torch.cuda.empty_cache()
-    assert in_use(world.device) <= 1.01 * asleep
-    both.generator.start()
+    take_turns(1, model, 2, 1, sleep, holding)
 
 
 @pytest.mark.parametrize("stage, tensor_parallel, sleep", [(2, 1, "level2"), (3, 1, "kv"), (3, 2, "level2")])
 def test_two_gpus(model: str, stage: int, tensor_parallel: int, sleep: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    print(run_ranks(2, turns.__file__, model, str(stage), str(tensor_parallel), sleep, timeout=400))
+    take_turns(2, model, stage, tensor_parallel, sleep, "copied")
 
 
 def arguments(model: str, folder: Path, more: str) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.helpers import ROOT, importing
+
 pytest.importorskip("triton")
 
 # An epilogue that real models rarely run may spill a few registers; a mainloop must not.
@@ -15,7 +17,7 @@ MOST_STACK = {"hopper": 64, "portable": 512}
 
 def test_every_launch_compiles_and_none_spills():
     script = Path(__file__).with_name("compile_for_hopper.py")
-    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
+    environment = os.environ | {"PYTHONPATH": importing(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=280, check=False

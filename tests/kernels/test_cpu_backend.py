@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ import kernels
 from kernels import chunked
 from kernels.dispatch import is_built
 from kernels.head import Head, Problem, RowGradients
+from tests.system.helpers import ROOT, importing
 
 pytestmark = pytest.mark.skipif(not is_built("cpu"), reason="kernels._cpu not built")
 ALL = (True, True, False)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def scanner_for(problem, workspace=1e9, **guesses):
@@ -73,7 +72,7 @@ def test_bf16_on_older_processors(instructions):
         "fast, plain = (kernels.linear_logprob(x, w, y, backend=name) for name in ('cpu', 'reference'))\n"
         "torch.testing.assert_close(fast, plain, rtol=0, atol=1e-3)\n"
     )
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "PYTHONPATH": importing(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

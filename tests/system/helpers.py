@@ -13,6 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def importing(*folders: Path) -> str:
+    """A PYTHONPATH with these folders first."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
     """Runs ``python *arguments`` once a rank; gives rank 0's output, fails with any rank's."""
     with socket.socket() as probe:
@@ -23,7 +28,7 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": importing(ROOT),
     }
     processes = [
         subprocess.Popen(
@@ -61,7 +66,7 @@ def run_engine(
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=env | ({"PYTHONPATH": str(path)} if path else {}),
+        env=env | ({"PYTHONPATH": importing(path)} if path else {}),
     )
     assert (result.returncode == 0) == ok, result.stdout[-3000:] + result.stderr[-6000:]
     return result

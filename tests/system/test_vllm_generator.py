@@ -25,13 +25,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-import engine
 from engine.colocation import Colocation, HandOverError
 from engine.distributed import joined
 from engine.generation.base import Request, Response, Sampling, WrongStateError
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
 from engine.memory import MemoryPlan
+from tests.system.helpers import ROOT, importing
 
 VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26
 GREEDY = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=())
@@ -405,11 +405,10 @@ def test_two_ranks_are_replicas(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    root = str(Path(engine.__file__).parents[1])
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(tmp_path / "tied"), str(tmp_path / "with_head")],
-            env={**os.environ, **launched, "RANK": str(r), "LOCAL_RANK": str(r), "PYTHONPATH": root},
+            env={**os.environ, **launched, "RANK": str(r), "LOCAL_RANK": str(r), "PYTHONPATH": importing(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
