@@ -12,7 +12,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.config import Config
 
@@ -23,6 +25,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 REDUCE_BUCKET = 50_000_000
 """Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and its
 default of ten times as much takes 1 GB in 16 bits."""
+LAYERED_KINDS = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument, which
+is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
@@ -30,6 +35,7 @@ def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
     model.requires_grad_(False)
     model.eval()
     stage = 3 if config.train.zero_stage == 3 else 0
+    gather_whole_layers(model)
     with contextlib.redirect_stdout(io.StringIO()):  # in bf16 it prints the machine's memory
         engine, *_ = deepspeed.initialize(model=model, config=_settings(config, stage))
     return engine
@@ -57,8 +63,28 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
         _clip_and_measure(optimizer, train.max_grad_norm)
     else:
         settings["gradient_clipping"] = train.max_grad_norm
+    gather_whole_layers(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     return engine
+
+
+def gather_whole_layers(model: nn.Module) -> None:
+    """Has ZeRO-3 gather a decoder layer's weights at once, and reduce their gradients at once; other stages ignore it.
+
+    By itself it does so for each of the dozen modules in a layer, in Python, before and after every forward and backward
+    pass: that takes longer than the layers of a model of a few billion parameters compute.
+
+    A whole layer's gradients are reduced when its input's is known, so a layer with weights to train whose input needs
+    no gradient (the first one with adapters) stays in pieces.
+    """
+    for backbone in (one.base_model for one in model.modules() if isinstance(one, PreTrainedModel)):
+        if backbone.config.model_type not in LAYERED_KINDS:
+            continue
+        reached = backbone.get_input_embeddings().weight.requires_grad
+        for layer in backbone.layers:
+            trained = any(parameter.requires_grad for parameter in layer.parameters())
+            set_z3_leaf_module(layer, reached or not trained)
+            reached = reached or trained
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:

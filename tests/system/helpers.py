@@ -8,7 +8,10 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,25 +33,31 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": importing(ROOT),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for r in range(ranks)
-    ]
-    outputs = []
-    try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=timeout)[0])
-    finally:
-        for process in processes:
-            process.kill()
+    with ExitStack() as stack:
+        # Files, not pipes: a rank must be able to write while another's output is waited for.
+        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for r, file in enumerate(files)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass  # what is still running is killed, and so has failed
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        outputs = [(file.seek(0), file.read())[1] for file in files]
     for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+        assert process.returncode == 0, f"{output}\nended with {process.returncode}; {timeout} s were allowed"
     return outputs[0]
 
 
