@@ -114,7 +114,7 @@ class Colocation:
         if self.plan.sleep != "level2":
             raise HandOverError(
                 f"the sampler's greedy tokens changed over a sleep ({self.plan.sleep}) and a hand-over of the same "
-                f"weights: {where}: set generation.backend hf, or memory.zero_copy off if it is on"
+                f"weights: {where}: set {'memory.zero_copy off' if self.plan.zero_copy else 'generation.backend hf'}"
             )
         self._say(
             "The sampler's greedy tokens changed over a sleep of level 2 and a hand-over of the same weights: vLLM "

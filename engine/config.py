@@ -205,7 +205,7 @@ class Memory(Section):
         "auto", description="Keep optimizer states and fp32 weights in host memory while generating"
     )
     zero_copy: Literal["auto", "off"] = Field(
-        "off",
+        "auto",
         description="auto: one storage for the trainer's and vLLM's weights, where that works (ZeRO 0-2, bfloat16, "
         "generation.tensor_parallel 1)",
     )

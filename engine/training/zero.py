@@ -26,8 +26,8 @@ REDUCE_BUCKET = 50_000_000
 """Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and its
 default of ten times as much takes 1 GB in 16 bits."""
 LAYERED_KINDS = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument, which
-is where DeepSpeed's hooks look for what needs a gradient."""
+"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument,
+which is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
@@ -71,8 +71,8 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
 def gather_whole_layers(model: nn.Module) -> None:
     """Has ZeRO-3 gather a decoder layer's weights at once, and reduce their gradients at once; other stages ignore it.
 
-    By itself it does so for each of the dozen modules in a layer, in Python, before and after every forward and backward
-    pass: that takes longer than the layers of a model of a few billion parameters compute.
+    By itself it does so for each of the dozen modules in a layer, in Python, before and after every forward and
+    backward pass: that takes longer than the layers of a model of a few billion parameters compute.
 
     A whole layer's gradients are reduced when its input's is known, so a layer with weights to train whose input needs
     no gradient (the first one with adapters) stays in pieces.

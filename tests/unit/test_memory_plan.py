@@ -52,7 +52,6 @@ def configured(path: str, **changes: Any) -> Config:
         "generation": {"backend": "vllm"},
         "rollout": {"max_prompt_tokens": 512, "max_response_tokens": 512},
         "train": {"zero_stage": 2},
-        "memory": {"zero_copy": "auto"},
     }
     for key, value in changes.items():
         section, _, leaf = key.partition("__")
