@@ -77,7 +77,8 @@ def gather_whole_layers(model: nn.Module) -> None:
     A whole layer's gradients are reduced when its input's is known, so a layer with weights to train whose input needs
     no gradient (the first one with adapters) stays in pieces.
     """
-    for backbone in (one.base_model for one in model.modules() if isinstance(one, PreTrainedModel)):
+    models: list[Any] = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    for backbone in (one for one in models if one.base_model is one):
         if backbone.config.model_type not in LAYERED_KINDS:
             continue
         reached = backbone.get_input_embeddings().weight.requires_grad
