@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,17 +56,28 @@ def turns(
     """
     probe = [prompt.ids for prompt in prompts[:PROBE_PROMPTS]]
     tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
+
+    def trainer() -> Trainer:
+        with _announced("Loading the models to train", "Loaded them", world, say):
+            return _trainer(config, path, world, say)
+
+    def generator(plan: memory.MemoryPlan, shared: SharedWeights | None) -> Generator:
+        starts = f"Starting the sampler ({config.generation.backend})"
+        if config.generation.backend == "vllm":
+            starts = "Starting vLLM: it compiles the model and captures CUDA graphs, about a minute"
+        with _announced(starts, "Started it", world, say):
+            return _generator(config, path, world, plan, shared)
+
     if config.generating_ranks:
-        trainer = _trainer(config, path, world, say)
-        return SplitTraining(config, world, trainer, plans["train"], plans["generate"], probe, tokens)
+        return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens)
     pair = Colocation(
         world,
         plans["train"],
         lambda: memory_plans(_copying(config), world)["train"],
         probe,
         tokens=tokens,
-        build_generator=lambda plan, shared: _generator(config, path, world, plan, shared),
-        build_trainer=lambda: _trainer(config, path, world, say),
+        build_generator=generator,
+        build_trainer=trainer,
         say=say,
     )
     if config.schedule.staleness == 0:
@@ -79,6 +92,18 @@ def sampler(config: Config, world: World, path: str) -> tuple[Generator, Source]
     prompts, held_out, _ = data.load(config, tokenizer)
     generator = _generator(config, path, world, plan, None)
     return generator, Source(config, tokenizer, prompts, held_out, rank=world.rank, size=world.size)
+
+
+@contextmanager
+def _announced(before: str, after: str, world: World, say: Callable[[str], None]) -> Iterator[None]:
+    """Says what begins and how long it took, on GPUs, where models are large."""
+    if world.device.type != "cuda":
+        yield
+        return
+    say(before)
+    started = time.perf_counter()
+    yield
+    say(f"{after} in {time.perf_counter() - started:.0f} s")
 
 
 def _copying(config: Config) -> Config:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.system import whole_layers
 from tests.system.helpers import run_ranks
 
 
-def test_whole_layers_train_as_in_pieces(tmp_path: Path) -> None:
-    """Every kind, with recomputed activations and without, and adapters from the first layer on or from a later one."""
-    run_ranks(2, whole_layers.__file__, str(tmp_path))
+@pytest.mark.parametrize(
+    "kinds", [("Qwen2",), pytest.param(("GPTNeoX", "Llama", "Mistral", "Qwen3"), marks=pytest.mark.slow)]
+)
+def test_whole_layers_train_as_in_pieces(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Qwen2 also without recomputed activations, and with adapters from the first layer on or from a later one."""
+    run_ranks(2, whole_layers.__file__, str(tmp_path), *kinds)

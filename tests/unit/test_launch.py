@@ -93,6 +93,7 @@ class Last:
         for _ in range(1000):
             pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
 failures.stop_on_sigterm(is_rank=True)
 try:
     Last()
