@@ -120,6 +120,7 @@ def test_an_engine_allocates_what_is_predicted(one_rank: None, stage: int, dtype
     assert peaks == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.slow
 def test_two_ranks_allocate_what_is_predicted() -> None:
     for stage, (peaks, predicted) in json.loads(run_ranks(2, __file__).splitlines()[-1]).items():
         assert peaks == pytest.approx(predicted, rel=0.05), f"ZeRO-{stage}"

@@ -123,6 +123,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
     assert refused.returncode == 2 and "train.steps" in refused.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_zero3_learn_what_one_process_learns(tiny_model: str, tmp_path: Path) -> None:
     """The launcher, ZeRO-3 and the split over ranks change neither the rollouts nor what is learned from them.
 

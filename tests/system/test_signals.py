@@ -162,7 +162,7 @@ def test_a_rank_that_waits_beyond_python_is_killed_too(start, tmp_path: Path) ->
     assert "SIGKILL" in (running.run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_failing_rank_s_error_is_the_one_reported(tiny_model: str, tmp_path: Path, rank: int) -> None:
     (tmp_path / "bad.py").write_text(
         f"import os\ndef reward(completions, **_):\n    assert os.environ['RANK'] != '{rank}', 'it is my fault'\n"
