@@ -95,7 +95,15 @@ class Budget:
         adapters = policy.adapters(config.lora.rank)  # beside all layers, should some have none
         models = _trained(config, policy) if side == "train" else {}
         engines = {
-            name: footprint.Engine(count, shape.embedding, item, stage, ranks, adapters if name == "policy" else 0)
+            name: footprint.Engine(
+                count,
+                shape.embedding,
+                item,
+                stage,
+                ranks,
+                adapters if name == "policy" else 0,
+                shape.layer if shape.kind in footprint.LAYERED_KINDS else 0,
+            )
             for name, (shape, count) in models.items()
         }
         always = {f"{name} weights": engine.weights for name, engine in engines.items()}

@@ -206,8 +206,8 @@ class Memory(Section):
     )
     zero_copy: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: one storage for the trainer's and vLLM's weights, where that works (ZeRO 0-2, bfloat16, "
-        "generation.tensor_parallel 1)",
+        description="auto: one storage for the trainer's and vLLM's weights, where that works (Llama, Mistral, Qwen2 "
+        "and Qwen3 in bfloat16 with ZeRO 0-2, taking turns, without LoRA, tensor parallelism or an odd vocabulary)",
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="vLLM's KV cache on each rank, in GiB. Default: on a GPU as planned, on a CPU 1"

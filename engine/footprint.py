@@ -31,9 +31,8 @@ ALLOCATOR_SHARE = 0.05
 
 REDUCE_BUCKET = 50_000_000
 """Elements: ``engine.training.zero.REDUCE_BUCKET``, without importing torch."""
-GATHERED_ELEMENTS = 500_000_000
-"""ZeRO-3 keeps gathered what it meets again within 1e9 elements (``stage3_max_reuse_distance``): the last half of them,
-on the way from the forward to the backward pass."""
+GATHERED_ELEMENTS = 1_000_000_000
+"""ZeRO-3 keeps so much gathered on the way from the forward to the backward pass (``stage3_max_reuse_distance``)."""
 FETCHED_ELEMENTS = 50_000_000
 """What ZeRO-3 fetches ahead in one go (``stage3_prefetch_bucket_size``): gathered as one and then copied apart."""
 VLLM_BATCHED_TOKENS = 16384
@@ -48,6 +47,9 @@ SCAN_TILE = 256
 """Columns of the loss head's scan that share a row's statistics, 8 bytes; a row has 96 bytes more."""
 FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """``engine.training.liger.ARCHITECTURES``, without importing torch."""
+LAYERED_KINDS = (*FUSED_KINDS, "gpt_neox")
+"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument,
+which is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Engine:
     ranks: int
     adapters: int = 0
     """LoRA's parameters, beside ``parameters`` and trained in their place; 0 trains those."""
+    layer: int = 0
+    """Parameters of a decoder layer if ZeRO-3 gathers and reduces it whole."""
 
     @property
     def trained(self) -> int:
@@ -102,13 +106,13 @@ class Engine:
         """Whole weights that ZeRO-3 holds between forward and backward pass; a single rank has them anyway."""
         if self.stage < 3 or self.ranks == 1:
             return 0
-        fetched = min(self.parameters, max(FETCHED_ELEMENTS, self.largest))
+        fetched = min(self.parameters, max(FETCHED_ELEMENTS, self.largest, self.layer))
         return self.item * (min(self.parameters, GATHERED_ELEMENTS) + fetched)
 
     @property
     def in_flight(self) -> int:
         """A backward pass's gradients on top of ``accumulated``."""
-        largest = self.item * min(self.largest, self.trained)
+        largest = self.item * min(max(self.largest, self.layer if self.stage == 3 else 0), self.trained)
         bucket = self.item * REDUCE_BUCKET
         copy = min(max(largest, bucket), self.item * self.trained)  # what is reduced is flattened first
         if self.stage < 2:

@@ -48,6 +48,11 @@ class ModelShape:
         return self.vocabulary * self.hidden
 
     @property
+    def layer(self) -> int:
+        """Parameters of a decoder layer."""
+        return (self.backbone - self.embedding) // self.layers
+
+    @property
     def policy(self) -> int:
         """Parameters of the causal language model, a tied head counted once."""
         return self.backbone + (0 if self.tied else self.embedding)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.config import Config
+from engine.footprint import LAYERED_KINDS
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On a CPU DeepSpeed would first compile a shared-memory all-reduce, for half a minute and more; gloo does without.
@@ -25,9 +26,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 REDUCE_BUCKET = 50_000_000
 """Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and its
 default of ten times as much takes 1 GB in 16 bits."""
-LAYERED_KINDS = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument,
-which is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:

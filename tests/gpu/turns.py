@@ -155,13 +155,13 @@ def main(model: str, stage: str, tensor_parallel: str, sleep: str, holding: str)
         turns = colocation(model, plan, world, int(stage), int(tensor_parallel))
         assert turns.plan == plan, "no fall-back"
         cycles(turns, 20, world)
-        if world.size > 1:
-            whole_and_in_time(turns.trainer.policy, world)
-        elif sleep == "level2":
+        if sleep == "level2":
             without_weights_it_cannot_be_ready(turns)
-        elif sleep == "kv":
+        elif sleep == "kv" and world.size == 1:
             too_little_memory_to_wake_up_is_said(turns, world)
         learns(turns, world)
+        if world.size > 1:
+            whole_and_in_time(turns.trainer.policy, world)
         closing_gives_the_memory_back(turns, int(tensor_parallel), world)
 
 

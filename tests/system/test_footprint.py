@@ -67,11 +67,27 @@ class Stack(nn.Module):
 
 
 def measured_and_predicted(stage: int, dtype: str, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes at four moments of training with a bucket of two layers. AdamW makes its moments in the first step."""
+    """Bytes at four moments of training with a bucket of two layers. AdamW makes its moments in the first step.
+
+    ZeRO-3 keeps half of the layers gathered and fetches one ahead.
+    """
     from engine.training import zero
 
     layer = WIDTH * WIDTH
     zero.REDUCE_BUCKET = footprint.REDUCE_BUCKET = 2 * layer
+    footprint.GATHERED_ELEMENTS, footprint.FETCHED_ELEMENTS = LAYERS // 2 * layer, layer
+    plain = zero._settings
+
+    def settings(config: Config, stage: int) -> dict[str, Any]:
+        found = plain(config, stage)
+        found["zero_optimization"] |= {
+            "stage3_max_reuse_distance": footprint.GATHERED_ELEMENTS,
+            "stage3_max_live_parameters": footprint.GATHERED_ELEMENTS,
+            "stage3_prefetch_bucket_size": footprint.FETCHED_ELEMENTS,
+        }
+        return found
+
+    zero._settings = settings
     config = Config.model_validate(
         {"data": {"task": "addition"}, "model": {"dtype": dtype}, "train": {"zero_stage": stage}}
     )
@@ -109,6 +125,9 @@ def one_rank() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, joined("cpu", 1):
         for module in (zero, footprint):  # what the measurement sets does not outlast it
             patch.setattr(module, "REDUCE_BUCKET", module.REDUCE_BUCKET)
+        patch.setattr(zero, "_settings", zero._settings)
+        for name in ("GATHERED_ELEMENTS", "FETCHED_ELEMENTS"):
+            patch.setattr(footprint, name, getattr(footprint, name))
         yield
 
 
@@ -123,7 +142,7 @@ def test_an_engine_allocates_what_is_predicted(one_rank: None, stage: int, dtype
 @pytest.mark.slow
 def test_two_ranks_allocate_what_is_predicted() -> None:
     for stage, (peaks, predicted) in json.loads(run_ranks(2, __file__).splitlines()[-1]).items():
-        assert peaks == pytest.approx(predicted, rel=0.05), f"ZeRO-{stage}"
+        assert peaks == pytest.approx(predicted, rel=0.02), f"ZeRO-{stage}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
