@@ -81,9 +81,9 @@ def linear_logprob(
         hidden: ``[T, H]`` bf16, fp16 or fp32, any strides.
         weight: ``[V, H]``, hidden's dtype; may be the embedding (tied), may be frozen (then it gets no gradient work).
         targets: ``[T]`` int64 in 0 … V − 1, or ``ignore_index``.
-        bias: ``[V]`` fp32 or hidden's dtype; −inf masks a token out.
+        bias: ``[V]`` fp32 or hidden's dtype; −inf masks a token out, unless a softcap bounds it.
         anchor: ``[T]`` floating, a guess of each row's logsumexp for backends that scan without a running maximum;
-            it changes the cost, never the result.
+            it changes the cost, and the result by rounding alone.
         return_entropy: also give −Σ p·log p.
         temperature: above 0, a number or ``[T]``; not differentiated.
         softcap: z ↦ softcap · tanh(z / softcap), before the temperature.
@@ -317,7 +317,7 @@ def gae(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear_logprob`.
     """
-    check_gae(rewards, values, cu_seqlens, gamma, lam, bootstrap)
+    check_gae(rewards, values, cu_seqlens, gamma, lam, bootstrap, backend)
     bootstrap = None if bootstrap is None else bootstrap.detach()
     return ops.gae(rewards.detach(), values.detach(), cu_seqlens, gamma, lam, bootstrap, backend)
 
@@ -344,7 +344,7 @@ def add_rms_norm(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear_logprob`.
     """
-    check_add_rms_norm(residual, branch, weight, eps)
+    check_add_rms_norm(residual, branch, weight, eps, backend)
     module = resolve("add_rms_norm", residual.device, backend)
     with ops.running_on(residual.device):
         found: tuple[Tensor, Tensor] = module.add_rms_norm(residual, branch, weight, eps)

@@ -79,6 +79,9 @@ class Checker:
         fits = not finite or (isinstance(value, (int, float)) and value <= LARGEST)
         self.require(fits, name, value, expected + ", finite in fp32")
 
+    def backend(self, value: object) -> None:
+        self.require(value is None or isinstance(value, str), "backend", value, "None or a name")
+
     def bounds(self, name: str, value: Tensor, device: torch.device) -> None:
         """cu_seqlens: sequence bounds. On the CPU they cost no read-back, on the rows' device perhaps one."""
         expected = ("[sequences + 1] int32 or int64 on {} or the CPU", device)
@@ -132,7 +135,7 @@ def check_settings(
     if softcap is not None:
         check.number("softcap", softcap, "None or a number above 0", 1 / LARGEST)
     check.number("workspace_gib", workspace_gib, "a number above 0", 0, strict=True)
-    check.require(backend is None or isinstance(backend, str), "backend", backend, "None or a name")
+    check.backend(backend)
 
 
 def check_head(
@@ -153,7 +156,8 @@ def check_head(
     check.tensor("targets", targets, 1, *expected)
     fits = len(targets) == len(hidden) and targets.dtype == torch.int64 and targets.device == hidden.device
     check.require(fits, "targets", targets, *expected)
-    check.require(isinstance(ignore_index, int), "ignore_index", ignore_index, "an integer")
+    fits = isinstance(ignore_index, int) and -(2**63) <= ignore_index < 2**63
+    check.require(fits, "ignore_index", ignore_index, "an integer of 64 bits")
     check_settings(check, hidden, temperature, softcap, workspace_gib, backend)
     check.no_tangents(hidden, weight, bias)
 
@@ -239,7 +243,7 @@ def check_preference(
 ) -> None:
     """Check a preference loss's settings and data."""
     check.choice("loss", spec.loss, PREFERENCE_LOSSES)
-    check.number("beta", spec.beta, "a number above 0", 0, strict=True)
+    check.number("beta", spec.beta, "a number above 0", 1 / LARGEST)
     check.number("label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5", 0)
     check.require(spec.label_smoothing < 0.5, "label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5")
     fits = spec.loss == "sigmoid" or spec.label_smoothing == 0
@@ -252,7 +256,9 @@ def check_preference(
     check.row("pair_weights", pair_weights, len(cu_seqlens) // 2, device)
 
 
-def check_gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Any) -> None:
+def check_gae(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Any, backend: str | None
+) -> None:
     """Check the arguments of :func:`kernels.gae`."""
     check = Checker("gae")
     check.tensor("rewards", rewards, 1, "[T] float32")
@@ -265,9 +271,12 @@ def check_gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float,
     for name, number in (("gamma", gamma), ("lam", lam)):
         check.number(name, number, "a number from 0 to 1", 0)
         check.require(number <= 1, name, number, "a number from 0 to 1")
+    check.backend(backend)
 
 
-def check_add_rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> None:
+def check_add_rms_norm(
+    residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float, backend: str | None
+) -> None:
     """Check the arguments of :func:`kernels.add_rms_norm`."""
     check, names = Checker("add_rms_norm"), ", ".join(map(short, DTYPES))
     check.tensor("weight", weight, 1, "[H] of " + names)
@@ -283,4 +292,5 @@ def check_add_rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, 
         fits = branch.shape == residual.shape and branch.dtype in DTYPES and branch.device == residual.device
         check.require(fits, "branch", branch, *like_residual)
     check.number("eps", eps, "a number above 0", 0, strict=True)
+    check.backend(backend)
     check.no_tangents(residual, branch, weight)

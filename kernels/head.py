@@ -42,7 +42,8 @@ class Problem(NamedTuple):
     valid: Tensor
     """bool ``[T]``: the row is not ignored. An ignored row's hidden state may hold anything, NaN too."""
     anchor: Tensor | None = None
-    """fp32 ``[T]``, a guess of logsumexp(z). Guesses change the cost, never the result; ignored rows may hold NaN."""
+    """fp32 ``[T]``, a guess of logsumexp(z). Guesses change the cost, and the result by rounding; ignored rows may hold
+    NaN."""
     logprob_guess: Tensor | None = None
     """fp32 ``[T]``, a guess of the log-probability; with the target's logit this too is a guess of logsumexp(z).
 

@@ -288,13 +288,18 @@ BOUNDS = torch.tensor([0, 2, 4])
 PAIRS = HEAD | {"cu_seqlens": BOUNDS, "ref_logprobs": T, "pair_weights": T[:1]}
 KL = {"hidden_p": H, "weight_p": W, "hidden_q": H, "weight_q": W}
 GAE = {"rewards": T, "values": T, "cu_seqlens": BOUNDS, "gamma": 1.0, "lam": 0.95}
+NORM = {"residual": H, "branch": None, "weight": H[0], "eps": 1e-6}
 ILLEGAL = [
     (kernels.linear_logprob, HEAD, {"hidden": H[None]}, r"hidden is \[1, 4, 8\] float32 on cpu, expected \[T, H\]"),
     (kernels.linear_logprob, HEAD, {"hidden": H.double()}, r"hidden is \[4, 8\] float64.*bfloat16"),
     (kernels.linear_logprob, HEAD, {"hidden": [1.0]}, "hidden is a list, expected a tensor"),
     (kernels.linear_logprob, HEAD, {"hidden": H.to_sparse()}, r"hidden is sparse \[4, 8\].*expected \[T, H\]"),
     (kernels.linear_logprob, HEAD, {"ignore_index": 1.5}, "ignore_index is 1.5, expected an integer"),
+    (kernels.linear_logprob, HEAD, {"ignore_index": 2**70}, "ignore_index is .*, expected an integer of 64 bits"),
     (kernels.linear_logprob, HEAD, {"backend": 3}, "backend is 3, expected None or a name"),
+    (kernels.gae, GAE, {"backend": 3}, "backend is 3, expected None or a name"),
+    (kernels.add_rms_norm, NORM, {"backend": []}, "backend is a list, expected None or a name"),
+    (kernels.linear_preference_loss, PAIRS, {"loss": "ipo", "beta": 1e-45}, "beta is 1e-45, expected a number above 0"),
     (kernels.linear_logprob, HEAD, {"softcap": 1e-50}, "softcap is 1e-50"),
     (kernels.linear_kl, KL, {"backend": 3}, "backend is 3, expected None or a name"),
     (kernels.linear_logprob, HEAD, {"weight": W[:, :7]}, r"weight is \[16, 7\].*expected \[V, 8\]"),
