@@ -101,8 +101,8 @@ class Budget:
                 item,
                 stage,
                 ranks,
-                adapters if name == "policy" else 0,
-                shape.layer if shape.kind in footprint.LAYERED_KINDS else 0,
+                adapters=adapters if name == "policy" else 0,
+                layer=shape.layer if shape.kind in footprint.LAYERED_KINDS else 0,
             )
             for name, (shape, count) in models.items()
         }

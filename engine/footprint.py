@@ -112,14 +112,14 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """A backward pass's gradients on top of ``accumulated``."""
-        largest = self.item * min(max(self.largest, self.layer if self.stage == 3 else 0), self.trained)
+        largest = self.item * min(self.largest, self.trained)
         bucket = self.item * REDUCE_BUCKET
         copy = min(max(largest, bucket), self.item * self.trained)  # what is reduced is flattened first
         if self.stage < 2:
             return largest
         if self.stage == 2:
             return self._shard(self.item) + bucket + copy
-        return largest + copy
+        return max(largest, self.item * min(self.layer, self.trained)) + copy
 
     @property
     def step(self) -> int:

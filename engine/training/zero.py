@@ -70,7 +70,7 @@ def gather_whole_layers(model: nn.Module) -> None:
     """Has ZeRO-3 gather a decoder layer's weights at once, and reduce their gradients at once; other stages ignore it.
 
     By itself it does so for each of the dozen modules in a layer, in Python, before and after every forward and
-    backward pass: that takes longer than the layers of a model of a few billion parameters compute.
+    backward pass.
 
     A whole layer's gradients are reduced when its input's is known, so a layer with weights to train whose input needs
     no gradient (the first one with adapters) stays in pieces.

@@ -37,17 +37,20 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of Qwen2 (biases, grouped heads) with distributions that are not flat."""
+    return save_qwen(tmp_path_factory.mktemp("qwen"), 2, torch.float32)
+
+
+def save_qwen(folder: Path, layers: int, dtype: torch.dtype) -> str:
+    """Layers of Qwen2 (biases, grouped heads) with distributions that are not flat."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "vocab_size": 1000}
     model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **shape))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.ndim == 2 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return str(folder)
 
 
@@ -163,15 +166,7 @@ def test_liger_changes_one_model_and_not_its_numbers(qwen: str, world: World) ->
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
 def test_with_the_stream_in_fp32_bf16_is_nearer_to_the_exact_model(tmp_path: Path, world: World) -> None:
     """Log-probabilities and gradients against the same weights in fp32; checkpointing changes no bit."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 1000}
-    model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3) if parameter.ndim == 2 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.bfloat16().save_pretrained(tmp_path)
+    save_qwen(tmp_path, 12, torch.bfloat16)
     (micro,) = microbatches(gradients.batch(), torch.arange(gradients.EPISODES)[:, None], 1000, world)
 
     def results(dtype: torch.dtype, *patches: Callable[..., bool], checkpointing: bool = False) -> list[Tensor]:

@@ -21,8 +21,17 @@ def importing(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+GRACE = 10.0
+"""Seconds that the other ranks have when one has failed: they may wait for it for ever."""
+
+
 def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
     """Runs ``python *arguments`` once a rank; gives rank 0's output, fails with the output of ranks that fail."""
+    return rank_outputs(ranks, *arguments, timeout=timeout)[0]
+
+
+def rank_outputs(ranks: int, *arguments: str, timeout: float) -> list[str]:
+    """The same, with every rank's output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,8 +57,8 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
         deadline = time.monotonic() + timeout
         try:
             while None in (ended := [one.poll() for one in processes]) and time.monotonic() < deadline:
-                if any(ended):  # the others may wait for it for ever
-                    deadline = min(deadline, time.monotonic() + 10)
+                if any(ended):
+                    deadline = min(deadline, time.monotonic() + GRACE)
                 time.sleep(0.05)
         finally:
             for one in processes:
@@ -59,7 +68,7 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
     failures = [f"rank {r} ended with {status}:\n{outputs[r]}" for r, status in enumerate(ended) if status]
     hung = [f"rank {r} was killed after {timeout} s:\n{outputs[r]}" for r, status in enumerate(ended) if status is None]
     assert not (failures or hung), "\n".join(failures or hung)
-    return outputs[0]
+    return outputs
 
 
 def run_engine(

@@ -69,7 +69,7 @@ class Running:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        trains = until(lambda: self._steps() or self.process.poll() is not None, 120)
+        trains = until(lambda: self._steps() or self.process.poll() is not None, 60)
         self.below = descendants(self.process.pid)
         assert trains and self.process.poll() is None, self.end(0)
 

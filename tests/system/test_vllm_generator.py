@@ -5,8 +5,6 @@ import gc
 import os
 import random
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from engine.generation.base import Request, Response, Sampling, WrongStateError
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
 from engine.memory import MemoryPlan
-from tests.system.helpers import ROOT, importing
+from tests.system.helpers import rank_outputs
 
 VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26
 GREEDY = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=())
@@ -401,27 +399,8 @@ def test_two_ranks_are_replicas(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "tied", tmp_path / "with_head")  # as some checkpoints are: tied, with a copy of the head
     weights = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
     save_file(weights, tmp_path / "with_head" / "model.safetensors", metadata={"format": "pt"})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / "tied"), str(tmp_path / "with_head")],
-            env={**os.environ, **launched, "RANK": str(r), "LOCAL_RANK": str(r), "PYTHONPATH": importing(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for r, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, output
+    outputs = rank_outputs(2, __file__, str(tmp_path / "tied"), str(tmp_path / "with_head"), timeout=120)
+    for r, output in enumerate(outputs):
         assert f"rank {r} of 2 is done" in output
         assert "WARNING" not in output and "Error" not in output, output
 

@@ -31,15 +31,14 @@ SIZES = {
 ADAPTERS = {"everywhere": [], "from the second layer on": ["1.self_attn.q_proj", "2.mlp.down_proj"]}
 
 
-def make(kind: str, folder: Path) -> str:
+def make(kind: str, folder: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(vocab_size=16, **SIZES)
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
-    return str(folder)
 
 
 def trained(model: str, stage: int, adapters: list[str] | None, checkpointing: bool, world: World) -> Trainer:
-    """After two updates; one over its gradient from the next step of AdamW, so that small errors show."""
+    """A policy and a value model after two updates, by AdamW with an epsilon at which a gradient's size shows too."""
     rank = {"rank": 0 if adapters is None else 2, "target_modules": adapters or []}
     train = {"zero_stage": stage, "tokens_per_microbatch": 16, "learning_rate": 1e-2, "adam_eps": 0.01, "steps": 4}
     config = Config.model_validate(

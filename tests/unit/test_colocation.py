@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from engine import build
 from engine.colocation import Colocation, HandOverError
 from engine.generation.base import Generator, Response
 from engine.memory import MemoryPlan
@@ -118,3 +120,12 @@ def test_trainer_first_where_weights_are_shared(monkeypatch: pytest.MonkeyPatch,
         assert reason in log[1]
         assert [log[0], *log[2:]] == ["trainer", "offload", "sampler", "offload", "sleep", "wake", "start"]
         assert (turns.plan.sleep, turns.plan.zero_copy) == ("level2", False)
+
+
+@pytest.mark.parametrize("device, told", [("cuda", ["Starting", "Started in 0 s"]), ("cpu", [])])
+def test_what_takes_long_on_a_gpu_is_announced(device: str, told: list[str]) -> None:
+    said: list[str] = []
+    world: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    with build._announced("Starting", "Started", world, said.append):
+        assert said == told[:1]
+    assert said == told
