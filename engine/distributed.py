@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,20 +89,25 @@ def joined(device_type: str, timeout_minutes: float, generators: int = 0) -> Ite
         generators: how many of the ranks, the last ones, are the generating side of a split run.
     """
     environment = dict(os.environ)
+    alone, timeout = None, timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        # The store finds a port by itself and holds it; one that was looked up before could be gone by now.
+        alone = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(alone.port)
+        )
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device_type == "cuda" else "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    backend, timeout = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     try:
         if generators:
             yield _side(backend, timeout, device, generators)
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            if alone:
+                dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+            else:
+                dist.init_process_group(backend, timeout=timeout)
             yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
         deepspeed = sys.modules.get("deepspeed")

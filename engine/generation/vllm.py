@@ -96,6 +96,7 @@ class VLLMGenerator(Generator):
                 load_format=shared.register() if shared else "auto",
                 **compat.device_options(dtype, sleep),
             )
+        compat.look_up_blocks_once(self._llm)
         self._level: Sleep = "none" if compat.on_cpu() else sleep
         self._tensor_parallel, self._shared = tensor_parallel, shared
         self._shapes, self._parameters = _checkpoint_layout(model_path)
@@ -124,16 +125,13 @@ class VLLMGenerator(Generator):
                 ignore_eos=True,
                 stop_token_ids=list(sampling.stop_token_ids),
                 detokenize=False,
-                # The sampled token's only, in one flat list a response instead of a dictionary a token.
-                logprobs=0,
-                flat_logprobs=True,
+                logprobs=0,  # of the sampled token alone
             )
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         with compat.random_state_kept():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [_response(output.outputs[0]) for output in outputs]
+            return compat.generate(self._llm, prompts, params)
 
     def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """As log-probabilities of a prompt, one token of which is the most that vLLM has to add to it."""
@@ -234,8 +232,3 @@ def _checkpoint_layout(model_path: str) -> tuple[dict[str, tuple[int, ...]], set
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return shapes, {name for name, _ in model.named_parameters()}
-
-
-def _response(output: Any) -> Response:
-    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
-    return Response(list(output.token_ids), logprobs, output.finish_reason)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -25,6 +26,15 @@ GRACE = 10.0
 """Seconds that the other ranks have when one has failed: they may wait for it for ever."""
 
 
+def free_port() -> int:
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections at any moment."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
+
+
 def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
     """Runs ``python *arguments`` once a rank; gives rank 0's output, fails with the output of ranks that fail."""
     return rank_outputs(ranks, *arguments, timeout=timeout)[0]
@@ -32,13 +42,10 @@ def run_ranks(ranks: int, *arguments: str, timeout: float = 240) -> str:
 
 def rank_outputs(ranks: int, *arguments: str, timeout: float) -> list[str]:
     """The same, with every rank's output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = os.environ | {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": importing(ROOT),
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,10 @@ def assert_greedy(model: LlamaForCausalLM, prompt: list[int], response: Response
 
 def requests(prompts: list[list[int]], first_seed: int = 0) -> list[Request]:
     return [Request(prompt, first_seed + i) for i, prompt in enumerate(prompts)]
+
+
+def scheduler_of(sampler: VLLMGenerator) -> Any:
+    return sampler._llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def process_state() -> dict[str, object]:
@@ -217,6 +222,83 @@ def test_more_prompts_than_fit_a_step(sampler: VLLMGenerator) -> None:
     together = sampler.generate(wanted, WARM_PAIR)
     for i in (0, 27, 63):
         assert sampler.generate([wanted[i]], WARM_PAIR)[0].token_ids == together[i].token_ids
+
+
+def test_more_responses_than_the_kv_cache_holds(
+    sampler: VLLMGenerator, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are put back in the queue on the way and computed again."""
+    scheduler, put_back = scheduler_of(sampler), []
+    preempt, pool = scheduler._preempt_request, scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (put_back.append(1), preempt(*a, **k)))
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 14)
+    try:
+        prompts = [[1, 3 + i] for i in range(8)]
+        responses = sampler.generate(requests(prompts), Sampling(100, 0.0, ()))
+    finally:
+        pool.free_blocks(taken)
+    assert put_back
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert len(response.token_ids) == 100
+        assert_greedy(model, prompt, response)
+
+
+def test_room_in_the_kv_cache_is_looked_for_once_a_block(
+    sampler: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, calls = scheduler_of(sampler).kv_cache_manager.coordinator, []
+    allocate = coordinator.allocate_new_blocks
+    monkeypatch.setattr(coordinator, "allocate_new_blocks", lambda *args: (calls.append(1), allocate(*args))[1])
+    sampler.generate(requests(PROMPTS[:3]), Sampling(3 * CPU_BLOCK_SIZE, 0.0, ()))
+    assert 3 * 3 <= len(calls) <= 3 * 4
+
+
+def test_blocks_of_responses_are_found_again(sampler: VLLMGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block that was full when its response ended, save the last: nobody asked for one after it."""
+    manager, found = scheduler_of(sampler).kv_cache_manager, []
+    look = manager.get_computed_blocks
+    response = sampler.generate([Request(PROMPTS[0], 0)], Sampling(3 * CPU_BLOCK_SIZE + 8, 0.0, ()))[0]
+    monkeypatch.setattr(manager, "get_computed_blocks", lambda one: (found.append(look(one)), found[-1])[1])
+    sampler.generate([Request(PROMPTS[0] + response.token_ids, 0)], WARM_PAIR)
+    assert found[0][1] == 3 * CPU_BLOCK_SIZE
+
+
+def test_an_interruption_leaves_nothing_behind(
+    sampler: VLLMGenerator, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pool = sampler._llm.llm_engine, scheduler_of(sampler).kv_cache_manager.block_pool
+    free, calls, get_output = pool.get_num_free_blocks(), iter(range(5)), engine.engine_core.get_output
+
+    def interrupted() -> object:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return get_output()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine_core, "get_output", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(requests(PROMPTS), GREEDY)
+    assert not engine.has_unfinished_requests() and not scheduler_of(sampler).has_unfinished_requests()
+    assert pool.get_num_free_blocks() == free
+    for prompt, response in zip(PROMPTS, sampler.generate(requests(PROMPTS), GREEDY), strict=True):
+        assert_greedy(model, prompt, response)
+
+
+def test_a_request_that_vllm_gives_up_is_an_error(sampler: VLLMGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import FinishReason
+
+    scheduler = scheduler_of(sampler)
+    update = scheduler.update_from_output
+
+    def given_up(*args: object) -> object:
+        outputs = update(*args)
+        for one in outputs[0].outputs[:1]:
+            one.new_token_ids, one.new_logprobs, one.finish_reason = [], None, FinishReason.ABORT
+        return outputs
+
+    monkeypatch.setattr(scheduler, "update_from_output", given_up)
+    with pytest.raises(RuntimeError, match="gave a request up: abort"):
+        sampler.generate(requests(PROMPTS[:2]), WARM_PAIR)
 
 
 def test_samples_of_one_prompt_differ(sampler: VLLMGenerator) -> None:
