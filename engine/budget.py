@@ -29,7 +29,7 @@ SHARED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY_MULTIPLE = 64
 """vLLM pads a vocabulary to a multiple of this; a padded embedding is not the trainer's."""
 ADVICE = {
-    "activations": "lower train.tokens_per_microbatch or set model.gradient_checkpointing true",
+    "activations": "lower train.tokens_per_microbatch",
     "loss head": "lower train.workspace_gib or train.tokens_per_microbatch",
     "KV cache": "lower memory.kv_cache_gib, generation.max_batch or rollout.max_response_tokens",
     "vLLM weights": "raise generation.tensor_parallel or leave memory.sleep at auto",
@@ -45,6 +45,8 @@ class Arrangement:
 
     sleep: Sleep
     offload: bool
+    checkpointing: bool
+    """Activations are computed again in the backward pass."""
     phases: dict[str, Parts]
     """``generate`` and ``train``; one alone where sampler and trainer do not take turns."""
     kv_cache: int
@@ -66,8 +68,8 @@ class Budget:
     """Trained models."""
     always: Parts
     """In both phases."""
-    training: Parts
-    """Only while training, at its fullest moment."""
+    training: dict[bool, Parts]
+    """Only while training, at its fullest moment: without and with gradient checkpointing, as far as either may be."""
     sampling: int
     """Bytes only while generating, KV cache apart."""
     sampler_weights: int
@@ -86,6 +88,7 @@ class Budget:
         rollout, generation, memory = config.rollout, config.generation, config.memory
         item, stage, parallel = footprint.item_bytes(config), config.train.zero_stage, generation.tensor_parallel
         ranks = config.generating_ranks if side == "generate" else world_size - config.generating_ranks
+        chosen = config.model.gradient_checkpointing
         policy = _policy_shape(config)
         if policy.heads % parallel:
             raise ConfigError(
@@ -147,7 +150,10 @@ class Budget:
             gpu_bytes=gpu_bytes,
             engines=engines,
             always=always,
-            training=footprint.training(config, models, engines, ranks) if engines else {},
+            training={
+                checkpointing: footprint.training(config, models, engines, ranks, checkpointing) if engines else {}
+                for checkpointing in ((False, True) if engines and chosen is None else (bool(chosen),))
+            },
             sampling=sampling if samples else 0,
             sampler_weights=item * -(-policy.policy // parallel) if samples and not zero_copy else 0,
             zero_copy=zero_copy,
@@ -157,11 +163,12 @@ class Budget:
             block=footprint.VLLM_BLOCK * footprint.kv_bytes_per_token(policy, item, parallel),
         )
 
-    def arrangements(self) -> Iterator[tuple[bool, Sleep]]:
-        """What may be tried, cheapest first."""
+    def arrangements(self) -> Iterator[tuple[Sleep, bool, bool]]:
+        """What may be tried, cheapest first: who sleeps, whether states are offloaded, and activations recomputed."""
         memory = self.config.memory
         if not takes_turns(self.config):
-            yield False, "none"
+            for checkpointing in self.training:
+                yield "none", False, checkpointing
             return
         levels: tuple[Sleep, ...] = ("none", "kv") if self.zero_copy else ("none", "kv", "level2")
         if self.config.generation.backend != "vllm":
@@ -169,24 +176,25 @@ class Budget:
         elif memory.sleep != "auto":
             levels = (memory.sleep,)
         for offload in {"auto": (False, True), "on": (True,), "off": (False,)}[memory.offload]:
-            for sleep in levels:
-                yield offload, sleep
+            for checkpointing in self.training:
+                for sleep in levels:
+                    yield sleep, offload, checkpointing
 
-    def arranged(self, sleep: Sleep, offload: bool, cache: int | None = None) -> Arrangement:
+    def arranged(self, sleep: Sleep, offload: bool, checkpointing: bool, cache: int | None = None) -> Arrangement:
         """The phases under an arrangement, with this KV cache or as much as fits, but no more than can be used."""
         vllm = self.config.generation.backend == "vllm"
         states = {f"{name} fp32 and AdamW": engine.states for name, engine in self.engines.items()}
         trainer = states | {"ZeRO-3 buffers": sum(engine.buffers for engine in self.engines.values())}
         weights = {"vLLM weights" if vllm else "sampler's weights": self.sampler_weights}
-        sampling = {"sampling": self.sampling}
+        sampling, training = {"sampling": self.sampling}, self.training[checkpointing]
         if takes_turns(self.config):
             phases = {
                 "generate": self.always | ({} if offload else trainer) | weights | sampling,
-                "train": self.always | trainer | (weights if sleep in ("none", "kv") else {}) | self.training,
+                "train": self.always | trainer | (weights if sleep in ("none", "kv") else {}) | training,
             }
             holders = ("generate", "train") if vllm and sleep == "none" else ("generate",)
         else:
-            phases = {self.side: self.always | trainer | weights | sampling | self.training}
+            phases = {self.side: self.always | trainer | weights | sampling | training}
             holders = (self.side,)
         if cache is None:
             rooms = {name: self.capacity - sum(parts.values()) for name, parts in phases.items()}
@@ -196,7 +204,7 @@ class Budget:
             phases[name]["KV cache"] = cache
         host = (sum(states.values()) if offload else 0) + (self.sampler_weights if sleep == "level1" else 0)
         there = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
-        return Arrangement(sleep, offload, there, cache, host)
+        return Arrangement(sleep, offload, checkpointing, there, cache, host)
 
     @property
     def capacity(self) -> int:
@@ -216,14 +224,15 @@ class Budget:
                 do not with a useful one.
         """
         tried = []
-        for offload, sleep in self.arrangements():
-            tried.append(self.arranged(sleep, offload))
+        for arrangement in self.arrangements():
+            tried.append(self.arranged(*arrangement))
             if self._fits(tried[-1], self.useful_kv):
                 return tried[-1]
         best = max(tried, key=lambda one: one.kv_cache)
         least = self.useful_kv if self.at_once else self.least_kv
         if not self._fits(best, least):
-            self._refuse(self.arranged(tried[-1].sleep, tried[-1].offload, least))
+            last = tried[-1]
+            self._refuse(self.arranged(last.sleep, last.offload, last.checkpointing, least))
         return best
 
     def _fits(self, one: Arrangement, cache: int) -> bool:
@@ -254,6 +263,8 @@ class Budget:
             return GENERATOR_ADVICE
         if self.at_once and part == "vLLM weights":  # it neither sleeps then nor is split over ranks
             return OTHER_ADVICE
+        if part == "activations" and False in self.training:  # then nothing was recomputed
+            return f"{ADVICE[part]} or set model.gradient_checkpointing true"
         return ADVICE.get(part, OTHER_ADVICE)
 
 

@@ -59,7 +59,7 @@ def turns(
 
     def trainer() -> Trainer:
         with _announced("Loading the models to train", "Loaded them", world, say):
-            return _trainer(config, path, world, say)
+            return _trainer(config, path, world, plans["train"].checkpointing, say)
 
     def generator(plan: memory.MemoryPlan, shared: SharedWeights | None) -> Generator:
         starts = f"Starting the sampler ({config.generation.backend})"
@@ -73,7 +73,7 @@ def turns(
     pair = Colocation(
         world,
         plans["train"],
-        lambda: memory_plans(_copying(config), world)["train"],
+        lambda: memory_plans(_copying(config, plans["train"].checkpointing), world)["train"],
         probe,
         tokens=tokens,
         build_generator=generator,
@@ -106,8 +106,11 @@ def _announced(before: str, after: str, world: World, say: Callable[[str], None]
     say(f"{after} in {time.perf_counter() - started:.0f} s")
 
 
-def _copying(config: Config) -> Config:
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"zero_copy": "off"})})
+def _copying(config: Config, checkpointing: bool) -> Config:
+    """For weights of the sampler's own, beside a trainer that is there already."""
+    memory = config.memory.model_copy(update={"zero_copy": "off"})
+    model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
+    return config.model_copy(update={"memory": memory, "model": model})
 
 
 def _generator(
@@ -134,8 +137,8 @@ def _generator(
     )
 
 
-def _trainer(config: Config, path: str, world: World, say: Callable[[str], None]) -> Trainer:
-    checkpointing, dtype = config.model.gradient_checkpointing, getattr(torch, config.model.dtype)
+def _trainer(config: Config, path: str, world: World, checkpointing: bool, say: Callable[[str], None]) -> Trainer:
+    dtype = getattr(torch, config.model.dtype)
     policy = models.load_policy(path, checkpointing, dtype)
     if config.lora.rank:
         lora.add_adapters(policy.model, config.lora, config.seed)

@@ -54,8 +54,10 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Numbers the models compute in; optimizer states and master weights are fp32 always"
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time"
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time. "
+        "Default: on a GPU whose memory would not do otherwise",
     )
 
 

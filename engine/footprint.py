@@ -211,6 +211,7 @@ def training(
     models: dict[str, tuple[ModelShape, int]],
     engines: dict[str, Engine],
     ranks: int,
+    checkpointing: bool,
 ) -> dict[str, int]:
     """The transient parts of training at its fullest moment: in a backward pass, or in an optimizer step.
 
@@ -225,8 +226,7 @@ def training(
     moments = []
     for place, (name, engine) in enumerate(engines.items()):
         shape = models[name][0]
-        checkpointing, frozen_head = config.model.gradient_checkpointing, engine.adapters > 0
-        one = Pass(shape, tokens, engine.item, checkpointing, _fused(shape), frozen_head)
+        one = Pass(shape, tokens, engine.item, checkpointing, _fused(shape), frozen_head=engine.adapters > 0)
         before = names if several else names[:place]
         gradients = sum(engines[other].accumulated for other in before)
         head = kept = 0

@@ -1,9 +1,10 @@
 """The memory plan: what lives on each GPU while generating and while training, and what has to make room for what.
 
 Made from the configuration and the model's sizes before anything loads. It prefers the cheapest arrangement that leaves
-the sampler a useful KV cache: nothing sleeps; the KV cache; vLLM's weights too (level 2); and then all of these again
-with the optimizer states in host memory while generating. With generation one batch ahead on the same GPUs everything
-is awake at once. A split run has a plan for each side; there and one batch ahead nothing sleeps or is shared.
+the sampler a useful KV cache: nothing sleeps; the KV cache; vLLM's weights too (level 2); then these with activations
+recomputed in the backward pass; and all of it again with the optimizer states in host memory while generating. With
+generation one batch ahead on the same GPUs everything is awake at once. A split run has a plan for each side; there and
+one batch ahead nothing sleeps or is shared.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class MemoryPlan:
     """KV cache with room for every sequence that may be sampled at a time."""
     host_bytes: int = 0
     """Pinned host memory of one rank."""
+    checkpointing: bool = False
+    """Training recomputes each layer's activations in the backward pass."""
     setting: str = ""
     """The run's terms that decide, for the table's head."""
 
@@ -89,8 +92,9 @@ class MemoryPlan:
             "level1": "vLLM sleeps while training, its weights in host memory (level 1)",
             "level2": "vLLM sleeps while training, its weights dropped (level 2)",
         }[self.sleep]
+        recomputed = ["activations recomputed in the backward pass"] if self.checkpointing else []
         if "generate" not in self.phases and not self.wanted_kv_bytes:
-            return f"only training here: {sleeps}"
+            return "; ".join([f"only training here: {sleeps}", *recomputed])
         if "train" not in self.phases:
             sleeps = f"only generation here: {sleeps}"
         elif "generate" not in self.phases:
@@ -99,7 +103,7 @@ class MemoryPlan:
         offload = ["optimizer states in host memory while generating"] if self.offload else []
         share = min(1.0, self.kv_cache_bytes / max(1, self.wanted_kv_bytes))
         cache = f"KV cache {gib(self.kv_cache_bytes)} GiB, {share:.0%} of what all sequences at a time take"
-        return "; ".join([*shared, sleeps, *offload, cache])
+        return "; ".join([*shared, sleeps, *offload, *recomputed, cache])
 
 
 def gpu_bytes(config: Config) -> int:
@@ -148,7 +152,8 @@ def plan(config: Config, world_size: int, gpu_bytes: int, side: Side = "train") 
     if gpu_bytes == 0:
         turns = takes_turns(config)
         sleep: Sleep = "none" if memory.sleep == "auto" or not turns else memory.sleep
-        return MemoryPlan(sleep, turns and memory.offload == "on", False, int((memory.kv_cache_gib or 1.0) * GIB))
+        cache, checkpointing = int((memory.kv_cache_gib or 1.0) * GIB), bool(config.model.gradient_checkpointing)
+        return MemoryPlan(sleep, turns and memory.offload == "on", False, cache, checkpointing=checkpointing)
     budget = Budget.of(config, world_size, gpu_bytes, side)
     best = budget.choose()
     if config.generation.backend == "vllm" and best.sleep != "none":
@@ -162,6 +167,7 @@ def plan(config: Config, world_size: int, gpu_bytes: int, side: Side = "train") 
         gpu_bytes,
         budget.wanted_kv,
         best.host,
+        best.checkpointing,
         _setting(config, world_size, side),
     )
 

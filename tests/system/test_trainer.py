@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import distributed, experience
+from engine import build, distributed, experience
 from engine.config import Config
 from engine.distributed import World
 from engine.training import models, zero
@@ -271,6 +271,17 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
         objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
         norms.append(got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)["policy/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_plan_says_whether_activations_are_recomputed(tiny_model: str, world: World, planned: bool) -> None:
+    config = trainer(tiny_model, world).config.model_copy(update={"algo": "ppo"})
+    built = build._trainer(config, tiny_model, world, planned, print)
+    for engine in built.engines.values():
+        assert engine.module.model.is_gradient_checkpointing == planned
+    copying = build._copying(config, planned)
+    assert (copying.model.gradient_checkpointing, copying.memory.zero_copy) == (planned, "off")
+    assert build.memory_plans(copying, world)["train"].checkpointing == planned
 
 
 def test_dropout_is_off_however_a_model_keeps_it(tmp_path: Path, world: World) -> None:

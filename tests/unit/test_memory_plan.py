@@ -140,6 +140,33 @@ def test_checkpointing_and_small_minibatches_need_less(qwen: str) -> None:
     assert activations(model__gradient_checkpointing=True, train__tokens_per_microbatch=65536) < 2 * full
 
 
+@pytest.mark.parametrize(
+    "gib,changes,expected",
+    [
+        (79.1, {}, ("kv", False, False)),
+        (70, {}, ("kv", False, True)),
+        (70, {"model__gradient_checkpointing": True}, ("kv", False, True)),
+        (180, {"model__gradient_checkpointing": True}, ("none", False, True)),
+        # To sleep costs less than to compute again.
+        (77, {"memory__zero_copy": "off"}, ("level2", False, False)),
+        (70, {"memory__zero_copy": "off"}, ("kv", False, True)),
+        (79.1, {"memory__sleep": "none", "memory__zero_copy": "off"}, ("none", False, True)),
+        (79.1, {"memory__offload": "on"}, ("kv", True, False)),
+        (79.1, {"schedule__staleness": 1}, ("none", False, True)),
+        (180, {"schedule__staleness": 1}, ("none", False, False)),
+    ],
+)  # fmt: skip
+def test_activations_are_recomputed_where_nothing_else_makes_room(
+    qwen: str, gib: float, changes: dict, expected: tuple
+) -> None:
+    plan = memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+    assert (plan.sleep, plan.offload, plan.checkpointing) == expected, plan.table()
+    assert ("recomputed" in plan.decision) == plan.checkpointing
+    if plan.checkpointing and "model__gradient_checkpointing" not in changes:
+        with pytest.raises(ConfigError, match="too small"):
+            memory.plan(configured(qwen, model__gradient_checkpointing=False, **changes), 1, int(gib * GIB))
+
+
 def test_without_a_reference_and_a_value_model(qwen: str) -> None:
     parts = memory.plan(configured(qwen, algo="rloo", kl__coef=0.0), 1, H100).phases["train"].parts
     assert not any("reference" in name or "value" in name for name in parts)
@@ -237,8 +264,10 @@ def test_without_a_gpu_nothing_is_predicted(qwen: str) -> None:
     plan = memory.plan(configured("/nowhere"), 2, 0)
     assert (plan.sleep, plan.offload, plan.zero_copy, plan.kv_cache_bytes) == ("none", False, False, GIB)
     assert plan.phases == {} and plan.errors({"train": 1}) == {} and "no GPU" in plan.table()
-    plan = memory.plan(configured("/nowhere", memory__kv_cache_gib=0.25, memory__offload="on"), 2, 0)
-    assert (plan.offload, plan.kv_cache_bytes) == (True, GIB // 4)
+    assert not plan.checkpointing
+    changes = {"memory__kv_cache_gib": 0.25, "memory__offload": "on", "model__gradient_checkpointing": True}
+    plan = memory.plan(configured("/nowhere", **changes), 2, 0)
+    assert (plan.offload, plan.kv_cache_bytes, plan.checkpointing) == (True, GIB // 4, True)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
@@ -273,7 +302,8 @@ def test_one_batch_ahead_the_cache_takes_what_is_left(qwen: str) -> None:
 
 
 def test_what_cannot_be_awake_at_once_is_refused_with_the_way_out(qwen: str) -> None:
-    config = configured(qwen, schedule__staleness=1, train__tokens_per_microbatch=7680)
+    changes = {"train__tokens_per_microbatch": 7680, "model__gradient_checkpointing": False}
+    config = configured(qwen, schedule__staleness=1, **changes)
     total = memory.plan(config, 1, 2 * H100).phases["train"].total
     assert memory.plan(configured(qwen), 1, H100).sleep == "kv"  # in turns it fits
     with pytest.raises(ConfigError) as error:
@@ -369,7 +399,12 @@ def test_without_a_gpu_what_runs_ahead_does_not_sleep_either(schedule: dict) -> 
             {"train__tokens_per_microbatch": 4096},
             ["training needs", "more than the 38.00 GiB", "value fp32 and AdamW", "train.zero_stage"],
         ),
-        (79.1, {"train__tokens_per_microbatch": 65536}, ["'activations'", "train.tokens_per_microbatch"]),
+        (
+            79.1,
+            {"train__tokens_per_microbatch": 65536, "model__gradient_checkpointing": False},
+            ["'activations'", "train.tokens_per_microbatch or set model.gradient_checkpointing true"],
+        ),
+        (40, {"train__tokens_per_microbatch": 2**19, "algo": "rloo"}, ["'activations'", "lower train.tokens_per_mic"]),
         (79.1, {"memory__kv_cache_gib": 60.0, "memory__offload": "off"}, ["generating", "'KV cache'", "kv_cache_gib"]),
     ],
 )  # fmt: skip
@@ -382,7 +417,7 @@ def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, chan
 
 
 def test_a_cache_that_may_not_sleep_has_to_fit_beside_training(qwen: str) -> None:
-    config = configured(qwen, memory__sleep="none", memory__kv_cache_gib=2.0)
+    config = configured(qwen, memory__sleep="none", memory__kv_cache_gib=2.0, model__gradient_checkpointing=False)
     needed = memory.plan(config, 1, H100).phases["train"].total + 1
     memory.plan(config, 1, int(needed / 0.95) + 16 * 28672)
     with pytest.raises(ConfigError, match="training needs"):
