@@ -42,7 +42,8 @@ def test_a_killed_process_frees_every_gpu(ranks: int, victim: str, tiny_model: s
         pytest.skip(f"needs {ranks} GPUs")
     before = used()
     arguments = f"--launch.device cuda --launch.ranks {ranks} --generation.max_logprob_gap 1 "
-    running = Running(short(tiny_model, tmp_path, "r") + ENDLESS + arguments, tmp_path / "r")
+    # A first step on a GPU has kernels to compile.
+    running = Running(short(tiny_model, tmp_path, "r") + ENDLESS + arguments, tmp_path / "r", start=180)
     try:
         assert sum(now > free + HELD for now, free in zip(used(), before, strict=True)) == ranks
         pids = {rank_of(pid): pid for pid in running.below} if ranks > 1 else {"0": running.process.pid}

@@ -57,9 +57,9 @@ def rank_of(pid: int) -> str | None:
 
 
 class Running:
-    """An engine that has finished its first step, and every process below it."""
+    """An engine that has finished its first step, in ``start`` seconds, and every process below it."""
 
-    def __init__(self, arguments: str, run: Path) -> None:
+    def __init__(self, arguments: str, run: Path, start: float = 60) -> None:
         self.run = run
         self.process = subprocess.Popen(
             [sys.executable, "-m", "engine.run", *shlex.split(arguments)],
@@ -69,7 +69,7 @@ class Running:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        trains = until(lambda: self._steps() or self.process.poll() is not None, 60)
+        trains = until(lambda: self._steps() or self.process.poll() is not None, start)
         self.below = descendants(self.process.pid)
         assert trains and self.process.poll() is None, self.end(0)
 
