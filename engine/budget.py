@@ -69,7 +69,9 @@ class Budget:
     always: Parts
     """In both phases."""
     training: dict[bool, Parts]
-    """Only while training, at its fullest moment: without and with gradient checkpointing, as far as either may be."""
+    """Only while training, at its fullest moment: without and with gradient checkpointing."""
+    recomputing: tuple[bool, ...]
+    """Which of these may be, the faster one first."""
     sampling: int
     """Bytes only while generating, KV cache apart."""
     sampler_weights: int
@@ -152,8 +154,9 @@ class Budget:
             always=always,
             training={
                 checkpointing: footprint.training(config, models, engines, ranks, checkpointing) if engines else {}
-                for checkpointing in ((False, True) if engines and chosen is None else (bool(chosen),))
+                for checkpointing in (False, True)
             },
+            recomputing=(False,) if not engines else (False, True) if chosen is None else (chosen,),
             sampling=sampling if samples else 0,
             sampler_weights=item * -(-policy.policy // parallel) if samples and not zero_copy else 0,
             zero_copy=zero_copy,
@@ -167,7 +170,7 @@ class Budget:
         """What may be tried, cheapest first: who sleeps, whether states are offloaded, and activations recomputed."""
         memory = self.config.memory
         if not takes_turns(self.config):
-            for checkpointing in self.training:
+            for checkpointing in self.recomputing:
                 yield "none", False, checkpointing
             return
         levels: tuple[Sleep, ...] = ("none", "kv") if self.zero_copy else ("none", "kv", "level2")
@@ -176,7 +179,7 @@ class Budget:
         elif memory.sleep != "auto":
             levels = (memory.sleep,)
         for offload in {"auto": (False, True), "on": (True,), "off": (False,)}[memory.offload]:
-            for checkpointing in self.training:
+            for checkpointing in self.recomputing:
                 for sleep in levels:
                     yield sleep, offload, checkpointing
 
@@ -232,14 +235,16 @@ class Budget:
         least = self.useful_kv if self.at_once else self.least_kv
         if not self._fits(best, least):
             last = tried[-1]
-            self._refuse(self.arranged(last.sleep, last.offload, last.checkpointing, least))
+            recomputed = (self.arranged(one.sleep, one.offload, True) for one in tried)
+            helps = not last.checkpointing and any(self._fits(one, least) for one in recomputed)
+            self._refuse(self.arranged(last.sleep, last.offload, last.checkpointing, least), helps)
         return best
 
     def _fits(self, one: Arrangement, cache: int) -> bool:
         fullest = max(sum(parts.values()) for parts in one.phases.values())
         return fullest <= self.capacity and one.kv_cache >= cache // self.block * self.block
 
-    def _refuse(self, least: Arrangement) -> None:
+    def _refuse(self, least: Arrangement, recomputing_helps: bool) -> None:
         """Says what is missing where the most has made room, with the least KV cache that would do."""
         for phase, parts in reversed(least.phases.items()):
             needed = sum(parts.values())
@@ -248,6 +253,8 @@ class Budget:
                 continue
             largest = max(parts, key=lambda part: parts[part])
             advice = f"the largest part is '{largest}' with {gib(parts[largest])} GiB: {self._advice(largest)}"
+            if recomputing_helps:
+                advice += "; or set model.gradient_checkpointing true"
             what = {"train": "training", "generate": "generating"}[phase]
             if self.at_once:
                 what = "schedule.staleness 1 on the same GPUs has sampler and trainer awake at once and"
@@ -263,8 +270,6 @@ class Budget:
             return GENERATOR_ADVICE
         if self.at_once and part == "vLLM weights":  # it neither sleeps then nor is split over ranks
             return OTHER_ADVICE
-        if part == "activations" and False in self.training:  # then nothing was recomputed
-            return f"{ADVICE[part]} or set model.gradient_checkpointing true"
         return ADVICE.get(part, OTHER_ADVICE)
 
 

@@ -73,7 +73,7 @@ def turns(
     pair = Colocation(
         world,
         plans["train"],
-        lambda: memory_plans(_copying(config, plans["train"].checkpointing), world)["train"],
+        lambda: memory_plans(_copying(config), world)["train"],
         probe,
         tokens=tokens,
         build_generator=generator,
@@ -106,11 +106,8 @@ def _announced(before: str, after: str, world: World, say: Callable[[str], None]
     say(f"{after} in {time.perf_counter() - started:.0f} s")
 
 
-def _copying(config: Config, checkpointing: bool) -> Config:
-    """For weights of the sampler's own, beside a trainer that is there already."""
-    memory = config.memory.model_copy(update={"zero_copy": "off"})
-    model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
-    return config.model_copy(update={"memory": memory, "model": model})
+def _copying(config: Config) -> Config:
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"zero_copy": "off"})})
 
 
 def _generator(

@@ -78,6 +78,8 @@ class Colocation:
         shared = SharedWeights(self.trainer.policy)
         if reason := shared.fits():
             self.plan = copying_plan()
+            if self.plan.checkpointing:
+                self.trainer.recompute_activations()
             self._say(f"Trainer and sampler hold a copy of the weights each: {reason}\n{self.plan.table()}")
             return None
         return shared

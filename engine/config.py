@@ -57,7 +57,7 @@ class Model(Section):
     gradient_checkpointing: bool | None = Field(
         None,
         description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time. "
-        "Default: on a GPU whose memory would not do otherwise",
+        "Default: only where the memory plan finds a GPU too small without it",
     )
 
 

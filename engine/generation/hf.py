@@ -31,9 +31,9 @@ class HFGenerator(Generator):
         for start in range(0, len(order), self._max_batch):
             chunk = order[start : start + self._max_batch]
             responses.update(zip(chunk, self._batch([requests[i] for i in chunk], sampling), strict=True))
-        if self._device.type == "cuda":
-            # The keys and values grew by a token at a time; PyTorch keeps a block of each of those sizes.
-            torch.cuda.empty_cache()
+            if self._device.type == "cuda":
+                # The keys and values grew by a token at a time; PyTorch keeps a block of each of those sizes.
+                torch.cuda.empty_cache()
         return [responses[i] for i in range(len(requests))]
 
     @torch.no_grad()

@@ -130,14 +130,14 @@ class VLLMGenerator(Generator):
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
-        with compat.random_state_kept():
+        with compat.random_state_kept(), compat.requests_forgotten(self._llm):
             return compat.generate(self._llm, prompts, params)
 
     def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """As log-probabilities of a prompt, one token of which is the most that vLLM has to add to it."""
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": prompt + response} for prompt, response in texts]
-        with compat.random_state_kept():
+        with compat.random_state_kept(), compat.requests_forgotten(self._llm):
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
             np.array(

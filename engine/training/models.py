@@ -137,5 +137,10 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrained
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     return model
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Has a model's backward pass compute each layer's activations again instead of keeping them."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -75,6 +75,11 @@ class Trainer:
             )
         return {"policy": self.policy} | ({"value": self.value} if self.value else {})
 
+    def recompute_activations(self) -> None:
+        """Turns gradient checkpointing on in the models that are trained."""
+        for engine in self.engines.values():
+            models.recompute_activations(engine.module.model)
+
     def offload(self) -> int:
         """Moves the trained models' optimizer states and fp32 weights to host memory; gives the bytes freed on the GPU.
 

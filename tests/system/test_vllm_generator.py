@@ -263,25 +263,40 @@ def test_blocks_of_responses_are_found_again(sampler: VLLMGenerator, monkeypatch
     assert found[0][1] == 3 * CPU_BLOCK_SIZE
 
 
+@pytest.mark.parametrize(
+    "asked, where, calls",
+    [("generate", "get_output", 5), ("generate", "add_request", 2)]
+    + [("logprobs", "get_output", 0), ("logprobs", "add_request", 2)],
+)
 def test_an_interruption_leaves_nothing_behind(
-    sampler: VLLMGenerator, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    sampler: VLLMGenerator,
+    model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    where: str,
+    calls: int,
 ) -> None:
+    """Neither while requests are given to vLLM nor while it works on them."""
     engine, pool = sampler._llm.llm_engine, scheduler_of(sampler).kv_cache_manager.block_pool
-    free, calls, get_output = pool.get_num_free_blocks(), iter(range(5)), engine.engine_core.get_output
+    free, left, real = pool.get_num_free_blocks(), iter(range(calls)), getattr(engine.engine_core, where)
 
-    def interrupted() -> object:
-        if next(calls, None) is None:
+    def interrupted(*args: object) -> object:
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        return get_output()
+        return real(*args)
 
+    texts = [(prompt, [5, 6]) for prompt in PROMPTS]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.engine_core, "get_output", interrupted)
+        patch.setattr(engine.engine_core, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            sampler.generate(requests(PROMPTS), GREEDY)
+            sampler.logprobs(texts) if asked == "logprobs" else sampler.generate(requests(PROMPTS), GREEDY)
     assert not engine.has_unfinished_requests() and not scheduler_of(sampler).has_unfinished_requests()
     assert pool.get_num_free_blocks() == free
     for prompt, response in zip(PROMPTS, sampler.generate(requests(PROMPTS), GREEDY), strict=True):
         assert_greedy(model, prompt, response)
+    for (prompt, response), logprobs in zip(texts, sampler.logprobs(texts), strict=True):
+        expected = continued(model, prompt, response, 1.0).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
 def test_a_request_that_vllm_gives_up_is_an_error(sampler: VLLMGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

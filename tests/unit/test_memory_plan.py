@@ -167,6 +167,12 @@ def test_activations_are_recomputed_where_nothing_else_makes_room(
             memory.plan(configured(qwen, model__gradient_checkpointing=False, **changes), 1, int(gib * GIB))
 
 
+def test_who_only_generates_recomputes_nothing(qwen: str) -> None:
+    plans = memory.plans(split(qwen, model__gradient_checkpointing=True), 2, H100)
+    assert {side: plan.checkpointing for side, plan in plans.items()} == {"train": True, "generate": False}
+    assert [("recomputed" in plan.table()) for plan in plans.values()] == [True, False]
+
+
 def test_without_a_reference_and_a_value_model(qwen: str) -> None:
     parts = memory.plan(configured(qwen, algo="rloo", kl__coef=0.0), 1, H100).phases["train"].parts
     assert not any("reference" in name or "value" in name for name in parts)
@@ -402,9 +408,14 @@ def test_without_a_gpu_what_runs_ahead_does_not_sleep_either(schedule: dict) -> 
         (
             79.1,
             {"train__tokens_per_microbatch": 65536, "model__gradient_checkpointing": False},
-            ["'activations'", "train.tokens_per_microbatch or set model.gradient_checkpointing true"],
+            ["'activations'", "lower train.tokens_per_microbatch; or set model.gradient_checkpointing true"],
         ),
-        (40, {"train__tokens_per_microbatch": 2**19, "algo": "rloo"}, ["'activations'", "lower train.tokens_per_mic"]),
+        (40, {"train__tokens_per_microbatch": 2**19, "algo": "rloo"}, ["lower train.tokens_per_microbatch"]),
+        (
+            72,
+            {"train__zero_stage": 0, "model__gradient_checkpointing": False},
+            ["'value fp32 and AdamW'", "raise train.zero_stage", "; or set model.gradient_checkpointing true"],
+        ),
         (79.1, {"memory__kv_cache_gib": 60.0, "memory__offload": "off"}, ["generating", "'KV cache'", "kv_cache_gib"]),
     ],
 )  # fmt: skip
@@ -413,6 +424,8 @@ def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, chan
         memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
     for needle in needles:
         assert needle in str(error.value), error.value
+    said = "gradient_checkpointing" in str(error.value)
+    assert said == any("gradient_checkpointing" in needle for needle in needles), "only where it would help"
     assert "\n" not in str(error.value)
 
 
