@@ -248,10 +248,9 @@ def requests_forgotten(llm: Any) -> Iterator[None]:
 
 
 def generate(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Response]:
-    """``LLM.generate`` without the objects that it makes of every token and nobody reads, a fifth of its own time.
+    """``LLM.generate`` without the objects of every token that nobody reads: they took a quarter of its Python's time.
 
-    With models below a few billion parameters vLLM's Python takes longer over a token than the GPU. The requests stay
-    in the engine's books: see ``requests_forgotten``.
+    The requests stay in the engine's books: see ``requests_forgotten``.
 
     Args:
         params: have ``logprobs`` 0.

@@ -4,6 +4,7 @@ Usage: gradients.py MODEL ALGO[,ALGO...] ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -24,6 +25,15 @@ def batch(seed: int = 0) -> list[Sample]:
 
 def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None:
     zero.REDUCE_BUCKET = 20_000  # some matrices are larger, as real embeddings are
+    plain = zero._settings
+
+    def settings(config: Config, stage: int) -> dict[str, Any]:
+        """As the engine's, but ZeRO-3 releases matrices as small as these too; else nothing is ever gathered."""
+        found = plain(config, stage)
+        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return found
+
+    zero._settings = settings
     with distributed.joined("cpu", 5) as world:
         results = {algo: one_update(model, algo, zero_stage, budget, world) for algo in algos.split(",")}
         if world.main:
@@ -52,6 +62,9 @@ def one_update(model: str, algo: str, zero_stage: int, budget: int, world: distr
     if value is not None:
         torch.nn.init.normal_(value.model.score.weight, std=0.1)
     trainer = Trainer(config, world, policy=models.load_policy(model), reference=models.load_policy(model), value=value)
+    if zero_stage == 3:
+        held = [p for one in trainer.engines.values() for p in one.module.parameters() if p.ds_persist]
+        assert not held, "every matrix comes and goes"
     share = EPISODES // world.size
     samples = batch()[world.rank * share : (world.rank + 1) * share]
     captured: dict[str, list[torch.Tensor]] = {}
