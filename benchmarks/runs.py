@@ -20,17 +20,16 @@ from engine.summary import versions
 Rows = list[dict[str, float]]
 """Of metrics.jsonl: one a training step."""
 COMMON = (
-    "--model.dtype bfloat16 --model.gradient_checkpointing true --generation.backend vllm "
-    "--rollout.prompts_per_step 64 --rollout.samples_per_prompt 4 --rollout.max_prompt_tokens 128 "
-    "--rollout.max_response_tokens 512 --train.learning_rate 1e-6 --train.tokens_per_microbatch 16384 "
-    "--train.steps 100000"
+    "--model.dtype bfloat16 --generation.backend vllm --rollout.prompts_per_step 64 --rollout.samples_per_prompt 4 "
+    "--rollout.max_prompt_tokens 128 --rollout.max_response_tokens 512 --train.learning_rate 1e-6 "
+    "--train.tokens_per_microbatch 16384 --train.steps 100000"
 )
 """256 responses of up to 512 tokens a step."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Settings of the engine that are measured against each other."""
+    """Settings that are measured against each other."""
 
     description: str
     settings: dict[str, str]
@@ -41,13 +40,30 @@ class Benchmark:
     """One number for each metric from a run's steps."""
     results: Path
 
-    def measure(self, setting: str, inputs: Path, runs: Path, steps: int, more: str) -> list[dict[str, Any]]:
-        """Runs the engine in one setting; a record for each metric."""
+    def command(self, setting: str, options: argparse.Namespace) -> str:
+        """What runs one setting. MODEL is the folder that ``make_inputs`` makes."""
         files = "--model.path MODEL --data.path MODEL/prompts.jsonl --reward.function MODEL/odd.py:odd"
-        command = f"python -m engine.run {COMMON} {self.settings[setting]} {files} {more}".strip()
+        return f"python -m engine.run {COMMON} {self.settings[setting]} {files} {options.more}".strip()
+
+    def output(self, setting: str, runs: Path) -> list[str]:
+        """Options that have the run write its metrics.jsonl to ``runs / setting``."""
+        return ["--output_dir", str(runs), "--name", setting]
+
+    def rows(self, arguments: list[str], run: Path, steps: int) -> Rows:
+        """Runs a command; its first steps."""
+        return run_steps(arguments, run, steps)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what the numbers may depend on."""
+        return versions()
+
+    def measure(self, setting: str, inputs: Path, runs: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+        """Runs one setting; a record for each metric."""
+        command = self.command(setting, options)
         arguments = shlex.split(command.replace("MODEL", str(inputs)))[1:]
-        rows = run_steps([*arguments, "--output_dir", str(runs), "--name", setting], runs / setting, steps)
-        about = {"card": card(), "versions": versions(), "command": f"{command}  # its first {steps} steps"}
+        rows = self.rows([*arguments, *self.output(setting, runs)], runs / setting, options.steps)
+        command += f"  # its first {options.steps} steps"
+        about = {"card": card(), "versions": self.versions(), "command": command}
         return [
             {"setting": setting, "metric": name, "value": value, "unit": self.units[name], **about}
             for name, value in self.metrics(rows).items()
@@ -64,8 +80,8 @@ class Benchmark:
                 lines.append(f"| {name} | {unit} | " + " | ".join(cells) + " |")
         return "\n".join(lines)
 
-    def main(self) -> None:
-        """Measures, keeps, and prints, as the command line says."""
+    def parser(self) -> argparse.ArgumentParser:
+        """The command line."""
         parser = argparse.ArgumentParser(
             description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -74,7 +90,11 @@ class Benchmark:
         parser.add_argument("--small", action="store_true", help="a tiny model: tries the command out, even on a CPU")
         parser.add_argument("--out", type=Path, default=self.results, help="where the records go")
         parser.add_argument("--more", default="", help="more options of engine.run")
-        options = parser.parse_args()
+        return parser
+
+    def main(self) -> None:
+        """Measures, keeps, and prints, as the command line says."""
+        options = self.parser().parse_args()
         records = json.loads(options.out.read_text()) if options.out.exists() else []
         with tempfile.TemporaryDirectory() as scratch:
             inputs, runs = Path(scratch) / "model", Path(scratch) / "runs"
@@ -85,7 +105,7 @@ class Benchmark:
             if maker.exitcode:
                 raise SystemExit("the model could not be made")
             for setting in options.only or self.settings:
-                new = self.measure(setting, inputs, runs, options.steps, options.more)
+                new = self.measure(setting, inputs, runs, options)
                 records = [record for record in records if record["setting"] != setting] + new
                 options.out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
         print(self.table(records))

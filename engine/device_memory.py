@@ -8,6 +8,7 @@ since the last ``start``: exact if the sampler neither slept nor woke in between
 
 from __future__ import annotations
 
+import os
 import resource
 
 import torch
@@ -28,6 +29,19 @@ def in_use(device: torch.device) -> int:
     """Bytes of a GPU in use, by anyone."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def use_growing_segments() -> None:
+    """From now on PyTorch maps pages into segments that grow, unless its environment variable says how it allocates.
+
+    Microbatches differ in length by a few tokens, and so do the sizes of all that a pass keeps: blocks of fixed sizes,
+    which are the default, fit the next microbatch badly, and PyTorch holds far more than is needed. Memory that vLLM
+    allocates to sleep with must not be in such segments: it has to exist before.
+    """
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in chosen and "backend" not in chosen:
+        # The call forgets all other options that are not in it.
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (chosen, "expandable_segments:True"))))
 
 
 class Meter:

@@ -15,9 +15,8 @@ from transformers import AutoConfig
 
 from algorithms import kl_control
 from algorithms.base import Rollout
-from engine import bootstrap, build, cli, data, experience, folder, rewards, split, state, weights
+from engine import bootstrap, build, cli, data, device_memory, experience, folder, rewards, split, state, weights
 from engine.config import Config, ConfigError
-from engine.device_memory import Meter
 from engine.distributed import World
 from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
@@ -52,7 +51,9 @@ class Session:
         if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
             raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
         self._turns = build.turns(config, path, world, plans, prompts, self._source, self.say)
-        self._meter = Meter(world.device)
+        if world.device.type == "cuda":
+            device_memory.use_growing_segments()
+        self._meter = device_memory.Meter(world.device)
 
         ranks = world.size + config.generating_ranks
         self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=ranks)

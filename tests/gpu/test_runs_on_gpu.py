@@ -65,6 +65,31 @@ def test_qwen_half_billion_shape(algo: str, qwen: str, tmp_path: Path) -> None:
     assert all(row["weights/logprob_gap_mean"] < 0.05 for row in rows)
 
 
+@pytest.mark.parametrize("algo", ["online_dpo", "rloo"])
+def test_a_thread_samples_ahead(algo: str, qwen: str, tmp_path: Path) -> None:
+    """Trainer and vLLM use the GPU at the same time; every hand-over is proved, the first batch by its samples."""
+    pytest.importorskip("vllm")
+    more = "--generation.backend vllm --memory.kv_cache_gib 1 --schedule.staleness 1 --train.learning_rate 1e-5"
+    run_engine(three_steps(qwen, algo, tmp_path) + more, threads=None, timeout=400)
+    rows = steps(tmp_path / "r")
+    print(json.dumps(rows))
+    assert [row["off_policy/staleness"] for row in rows] == [0, 1, 1]
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+    assert all(row["weights/logprob_gap_mean"] < 0.02 for row in rows)
+
+
+def test_adapters_reach_vllm_merged(qwen: str, tmp_path: Path) -> None:
+    """Adapters that have moved the policy far: a sampler without them would be off by as much."""
+    pytest.importorskip("vllm")
+    more = "--generation.backend vllm --memory.kv_cache_gib 1 --lora.rank 16 --kl.coef 0.01 --train.learning_rate 1e-2 "
+    more += "--train.warmup_steps 0 --train.schedule constant"
+    run_engine(three_steps(qwen, "grpo", tmp_path) + more, threads=None, timeout=400)
+    rows = steps(tmp_path / "r")
+    print(json.dumps(rows))
+    assert rows[-1]["kl/ref_token_mean"] > 0.02  # nats: about 0.2 off without them
+    assert all(row["policy/grad_norm"] > 0 and row["weights/logprob_gap_mean"] < 0.04 for row in rows)
+
+
 def test_pythia_beside_vllm(tmp_path: Path) -> None:
     """104 M parameters, and rows of the embedding that no token has.
 

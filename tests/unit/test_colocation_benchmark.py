@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import colocation, runs, schedules
+from benchmarks import colocation, runs, schedules, steps
 
 ROW = {
     "time/step": 10.0,
@@ -53,3 +53,20 @@ def test_metrics_of_a_schedule_leave_the_first_steps_out() -> None:
     found = schedules.metrics([first, first, row, row | {"off_policy/staleness": 1.0}])
     expected = {"step_s": 4.0, "idle_train": 0.5, "idle_generate": 0.25, "tokens_per_second": 9.0, "staleness": 1.0}
     assert found == expected and found.keys() <= schedules.UNITS.keys()
+
+
+def test_metrics_of_a_step_are_the_same_on_both_sides() -> None:
+    engine = {"time/step": 8.0, "time/generate": 3.0, "time/sleep": 0.5, "time/sync": 0.5, "time/train": 4.0}
+    row = steps.complete(engine | {"rollout/response_tokens_mean": 500.0, "memory/driver_gib": 60.0})
+    found = steps.metrics([row | {"time/step": 99.0}] * 2 + [row])
+    assert found["step_s"] == 8.0 and found["sampling_s"] == 4.0 and found["peak_gib"] == 60.0
+    assert found["response_tokens_per_second"] == 500 * 256 / 8
+    assert found.keys() <= steps.UNITS.keys()
+
+
+def test_trl_makes_one_optimizer_step_of_what_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "card", lambda: "a GPU")
+    options = steps.BENCHMARK.parser().parse_args(["--trl-batch", "64"])
+    command = steps.BENCHMARK.command("trl", options)
+    assert "--per_device_train_batch_size 64 --gradient_accumulation_steps 4 --use_vllm true" in command
+    assert steps.BENCHMARK.command("tandem", options).startswith("python -m engine.run --model.dtype bfloat16")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.device_memory import GIB, MemoryGrowthError, Meter
+from engine.device_memory import GIB, MemoryGrowthError, Meter, use_growing_segments
 from engine.memory import MemoryPlan, Phase
 
 WORLD = SimpleNamespace(max=float)
@@ -88,3 +88,26 @@ def test_a_process_on_the_cpu_has_a_peak_and_no_phases() -> None:
     meter.asleep()
     found = meter.metrics(MemoryPlan("none", False, False, 1), WORLD)
     assert found.keys() == {"memory/peak_gib"} and found["memory/peak_gib"] > 0.01
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [
+        ({}, ["expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ["max_split_size_mb:128,expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, ["max_split_size_mb:128,expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, []),
+    ],
+)
+def test_the_allocator_keeps_what_a_person_chose(
+    chosen: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in chosen.items():
+        monkeypatch.setenv(variable, value)
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    use_growing_segments()
+    assert given == expected
