@@ -28,8 +28,8 @@ class Rollout:
     """[B] bool, cut off by its length."""
     cu_seqlens: Tensor
     """[B + 1] int64, where each response begins in the flat vectors."""
-    old_logprobs: Tensor
-    """[T] fp32, nats, of the policy at the start of the update."""
+    old_logprobs: Tensor | None
+    """[T] fp32, nats, of the policy at the start of the update; None where the update's own passes will tell."""
     ref_logprobs: Tensor | None = None
     """[T] fp32, nats, of the frozen reference; None without a KL penalty."""
     values: Tensor | None = None
@@ -86,7 +86,8 @@ def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
 def kl_tokens(rollout: Rollout) -> Tensor:
     """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference."""
     if rollout.ref_logprobs is None:
-        return torch.zeros_like(rollout.old_logprobs)
+        return rollout.scores.new_zeros(int(rollout.cu_seqlens[-1]))
+    assert rollout.old_logprobs is not None
     return rollout.old_logprobs - rollout.ref_logprobs
 
 

@@ -1,4 +1,4 @@
-"""Runs of the engine as measurements: a made-up model of real size, one run a setting, a record a metric."""
+"""Whole runs as measurements: a made-up model of real size, one run a setting, a record a metric."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Benchmark:
 
     description: str
     settings: dict[str, str]
-    """Options of engine.run by name, on top of ``COMMON``."""
+    """Options by name, on top of those that all have: of engine.run ``COMMON``."""
     units: dict[str, str]
     """Unit of each metric, in the table's order."""
     metrics: Callable[[Rows], dict[str, float]]
@@ -61,9 +61,9 @@ class Benchmark:
         """Runs one setting; a record for each metric."""
         command = self.command(setting, options)
         arguments = shlex.split(command.replace("MODEL", str(inputs)))[1:]
-        rows = self.rows([*arguments, *self.output(setting, runs)], runs / setting, options.steps)
         command += f"  # its first {options.steps} steps"
         about = {"card": card(), "versions": self.versions(), "command": command}
+        rows = self.rows([*arguments, *self.output(setting, runs)], runs / setting, options.steps)
         return [
             {"setting": setting, "metric": name, "value": value, "unit": self.units[name], **about}
             for name, value in self.metrics(rows).items()
@@ -88,14 +88,19 @@ class Benchmark:
         parser.add_argument("--only", choices=self.settings, action="append", help="this setting (repeat for more)")
         parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
         parser.add_argument("--small", action="store_true", help="a tiny model: tries the command out, even on a CPU")
-        parser.add_argument("--out", type=Path, default=self.results, help="where the records go")
+        where = f"where the records go (by default results/{self.results.name}; of a small run nowhere)"
+        parser.add_argument("--out", type=Path, help=where)
         parser.add_argument("--more", default="", help="more options of engine.run")
         return parser
 
     def main(self) -> None:
         """Measures, keeps, and prints, as the command line says."""
-        options = self.parser().parse_args()
-        records = json.loads(options.out.read_text()) if options.out.exists() else []
+        parser = self.parser()
+        options = parser.parse_args()
+        if options.steps < 1:
+            parser.error("--steps must be at least 1")
+        out = options.out or (None if options.small else self.results)
+        records = json.loads(out.read_text()) if out and out.exists() else []
         with tempfile.TemporaryDirectory() as scratch:
             inputs, runs = Path(scratch) / "model", Path(scratch) / "runs"
             inputs.mkdir()
@@ -107,7 +112,8 @@ class Benchmark:
             for setting in options.only or self.settings:
                 new = self.measure(setting, inputs, runs, options)
                 records = [record for record in records if record["setting"] != setting] + new
-                options.out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+                if out:
+                    out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
         print(self.table(records))
 
 
@@ -150,7 +156,7 @@ def card() -> str:
 
 
 def run_steps(arguments: list[str], run: Path, steps: int) -> list[dict[str, float]]:
-    """Starts the engine and ends it after so many steps, before it would write tens of GB of checkpoint.
+    """Starts a run and ends it after so many steps, before it would write tens of GB of checkpoint.
 
     Raises:
         SystemExit: it ended by itself.

@@ -1,22 +1,24 @@
 """Measures whole training steps beside TRL's: python -m benchmarks.steps [--only SETTING] [--steps N]
 
 GRPO on one GPU on random weights of Qwen2-1.5B's shape in bf16, with a reference model and one optimizer step for each
-batch of 256 responses of up to 512 tokens. In all settings vLLM samples in the training process, on the same GPU; with
-TRL it sleeps while training, with the engine where the memory plan says so. "trl" has fp32 weights and bf16 autocast,
-TRL's default; "trl-bf16" trains bf16 weights without an fp32 copy: less work than the others, and less exact. TRL's
-attention is sdpa: flash-attn is not installed. What has no option in a command is the default of either side. What a
-run writes to its metrics.jsonl becomes records in benchmarks/results/steps-h100.json, which replace earlier ones of the
-same setting; a table goes to the terminal.
+batch of 256 responses of up to 512 tokens. In all settings vLLM samples in the training process, on the same GPU. With
+the engine it sleeps while training where the memory plan says so; with "trl" always, with "trl-awake" never, which is
+TRL's default. "trl-bf16" trains bf16 weights without an fp32 copy, where "trl" has fp32 weights and bf16 autocast, the
+default: less work, and less exact. TRL's attention is sdpa: flash-attn is not installed. What has no option in a
+command is the default of either side. What a run writes to its metrics.jsonl becomes records in
+benchmarks/results/steps-h100.json, which replace earlier ones of the same setting; a table goes to the terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,15 +30,14 @@ TRL = (
     "--num_generations 4 --max_completion_length 512 --beta 0.04 --epsilon 0.2 --learning_rate 1e-6 --bf16 true "
     "--max_steps 100000 --logging_steps 1 --save_strategy no --report_to none"
 )
-VLLM = (
-    "--use_vllm true --vllm_mode colocate --vllm_enable_sleep_mode true --vllm_gpu_memory_utilization 0.15 "
-    "--vllm_max_model_length 640"
-)
+VLLM = "--use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.15 --vllm_max_model_length 640"
 """On a GPU of 80 GiB or more that leaves room for the KV cache of all responses, about 4.4 GiB."""
+SLEEP = "--vllm_enable_sleep_mode true"
 SETTINGS = {
     "tandem": "--algo grpo --launch.ranks 1 --kl.coef 0.04 --kl.estimator k3 --train.minibatches_per_batch 1",
-    "trl": """--model_init_kwargs '{"attn_implementation": "sdpa"}'""",
-    "trl-bf16": """--model_init_kwargs '{"attn_implementation": "sdpa", "dtype": "bfloat16"}'""",
+    "trl": f"""{SLEEP} --model_init_kwargs '{{"attn_implementation": "sdpa"}}'""",
+    "trl-awake": """--model_init_kwargs '{"attn_implementation": "sdpa"}'""",
+    "trl-bf16": f"""{SLEEP} --model_init_kwargs '{{"attn_implementation": "sdpa", "dtype": "bfloat16"}}'""",
 }
 UNITS = {
     "step_s": "s",
@@ -117,25 +118,32 @@ def complete(row: dict[str, float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def polled_memory() -> Iterator[list[float]]:
-    """GiB in use on the fullest GPU as the driver says, twice a second, from the start of a run to its end."""
+    """GiB in use on the fullest visible GPU as the driver says, twice a second, from the start of a run to its end.
+
+    Raises:
+        CalledProcessError: at the end, if the driver failed to answer.
+    """
     seen: list[float] = []
     ended = threading.Event()
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
 
     def poll() -> None:
         while not ended.wait(0.5):
             answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             seen.append(max(map(float, answer.split())) / 1024)
 
-    thread = threading.Thread(target=poll)
-    if card() != "no GPU":
-        thread.start()
-    try:
+    if card() == "no GPU":
         yield seen
-    finally:
-        ended.set()
-        if thread.is_alive():
-            thread.join()
+        return
+    with ThreadPoolExecutor(1) as thread:
+        polling = thread.submit(poll)
+        try:
+            yield seen
+        finally:
+            ended.set()
+        polling.result()
 
 
 BENCHMARK = Steps(

@@ -57,6 +57,8 @@ class Recorder(TrainerCallback):
     def on_log(self, *_: Any, **given: Any) -> None:
         """Right after each step, with ``--logging_steps 1``."""
         logs = given["logs"]
+        if "completions/mean_length" not in logs:  # a summary of the whole run
+            return
         length = logs["completions/mean_length"]
         row = {
             "time/step": self._seconds,

@@ -32,16 +32,18 @@ def in_use(device: torch.device) -> int:
 
 
 def use_growing_segments() -> None:
-    """From now on PyTorch maps pages into segments that grow, unless its environment variable says how it allocates.
+    """From now on this process's PyTorch maps pages into segments that grow, unless its environment says otherwise.
 
     Microbatches differ in length by a few tokens, and so do the sizes of all that a pass keeps: blocks of fixed sizes,
     which are the default, fit the next microbatch badly, and PyTorch holds far more than is needed. Memory that vLLM
-    allocates to sleep with must not be in such segments: it has to exist before.
+    allocates to sleep with must not be in such segments: it has to exist before, and no sampler may be built after.
     """
-    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" not in chosen and "backend" not in chosen:
-        # The call forgets all other options that are not in it.
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (chosen, "expandable_segments:True"))))
+    # PyTorch's versions do not agree which of the two counts if both are set.
+    chosen = [os.environ.get(variable, "") for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if not any(word in setting for setting in chosen for word in ("expandable_segments", "backend")):
+        # The call forgets some of the options that are not in it.
+        settings = [next(filter(None, chosen), ""), "expandable_segments:True"]
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, settings)))
 
 
 class Meter:

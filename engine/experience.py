@@ -22,15 +22,28 @@ def same_numerics(config: Config) -> bool:
     return config.generation.backend == "hf" and config.model.dtype == "float32"
 
 
-def recomputes_old(config: Config) -> bool:
-    """True where the update needs the trainer's own log-probabilities from before its first step.
+def samplers_values_serve(config: Config) -> bool:
+    """True where *old* is what the sampler gave.
 
-    With one optimizer step, the same numerics and fresh samples the sampler's values are those; otherwise the trainer
-    computes them.
+    With one optimizer step, the same numerics and fresh samples these are the trainer's. Losses without a ratio use
+    *old* in metrics only.
     """
-    several_steps = config.train.epochs_per_batch * config.train.minibatches_per_batch > 1
-    other_values = several_steps or not same_numerics(config) or config.schedule.staleness > 0
-    return config.has_policy_ratio and other_values
+    fresh = same_numerics(config) and config.schedule.staleness == 0
+    return not config.has_policy_ratio or (fresh and _single_step(config))
+
+
+def recomputes_old(config: Config) -> bool:
+    """True where the trainer computes *old* in a pass of its own, before the update.
+
+    Otherwise, where the sampler's values do not serve, the passes of an update's only optimizer step give them, as
+    long as no reward is made of them.
+    """
+    in_rewards = config.algo in ("ppo", "rloo") and config.has_reference
+    return not samplers_values_serve(config) and (in_rewards or not _single_step(config))
+
+
+def _single_step(config: Config) -> bool:
+    return config.train.epochs_per_batch * config.train.minibatches_per_batch == 1
 
 
 def corrects(config: Config) -> bool:
@@ -65,7 +78,7 @@ def behaviour_logprobs(samples: Sequence[Sample]) -> Tensor:
 
 
 def rollout(
-    samples: Sequence[Sample], old: Tensor, ref: Tensor | None, values: Tensor | None, end_values: Tensor | None
+    samples: Sequence[Sample], old: Tensor | None, ref: Tensor | None, values: Tensor | None, end_values: Tensor | None
 ) -> Rollout:
     """A rank's samples as the flat vectors algorithms take."""
     lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
@@ -125,7 +138,7 @@ def off_policy_metrics(
     """
     age = torch.tensor([float(version - sample.policy_version) for sample in samples])
     staleness = {"off_policy/staleness": global_mean(age, world.sum)}
-    if not recomputes_old(config):
+    if samplers_values_serve(config):
         return staleness
     ratio = (old - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return staleness | {

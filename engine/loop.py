@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from transformers.utils import logging as transformers_logging
 
@@ -35,13 +37,11 @@ def train(config: Config, config_file: str | None, world: World) -> None:
             run.rest()
             with run.phase("reward"):
                 samples = run.score(samples)
+            behaviour = experience.behaviour_logprobs(samples)
+            old = behaviour if experience.samplers_values_serve(config) else None
             with run.phase("old"):
-                behaviour = experience.behaviour_logprobs(samples)
-                old = (
-                    run.trainer.logprobs(run.trainer.policy, samples)
-                    if experience.recomputes_old(config)
-                    else behaviour
-                )
+                if experience.recomputes_old(config):
+                    old = run.trainer.logprobs(run.trainer.policy, samples)
             with run.phase("ref"):
                 ref = run.trainer.reference_logprobs(samples)
             with run.phase("value"):
@@ -51,7 +51,7 @@ def train(config: Config, config_file: str | None, world: World) -> None:
             objective = experience.objective(config, rollout, run.state.kl_coef, run.world)
             with run.phase("train"):
                 tokens = {"old_logprobs": old, "sampler_logprobs": behaviour, "ref_logprobs": ref, "old_values": values}
-                metrics = run.trainer.update(
+                update = run.trainer.update(
                     samples,
                     {name: vector for name, vector in tokens.items() if vector is not None},
                     objective,
@@ -62,7 +62,9 @@ def train(config: Config, config_file: str | None, world: World) -> None:
             run.state.version += 1
             run.hand_over()
 
-            run.finish_step(samples, rollout, objective.metrics | metrics)
+            if old is None:
+                rollout = dataclasses.replace(rollout, old_logprobs=update.old_logprobs)
+            run.finish_step(samples, rollout, objective.metrics | update.metrics)
             run.evaluate()
             run.save()
         run.finish()

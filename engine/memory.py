@@ -187,6 +187,6 @@ def _refuse_expandable_segments() -> None:
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(variable, ""), re.IGNORECASE):
             raise ConfigError(
-                f"{variable} has expandable_segments:True, with which a sleeping vLLM frees no memory: take it out "
+                f"{variable} has expandable_segments:True, with which a sleeping vLLM may free no memory: take it out "
                 "(training gets such segments by itself, once vLLM is built), or set memory.sleep none"
             )

@@ -158,6 +158,7 @@ class Session:
         trained = world.sum(torch.tensor([len(samples), self._drawn], dtype=torch.float64))
         metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
         behaviour = experience.behaviour_logprobs(samples)
+        assert batch.old_logprobs is not None
         metrics |= experience.off_policy_metrics(
             config, samples, batch.old_logprobs, behaviour, current.version - 1, world
         )

@@ -150,7 +150,8 @@ def linear_policy_loss(
             :func:`linear_logprob`. Differentiable in hidden, weight and bias.
         advantages: ``[T]``; None with ``loss="likelihood"``.
         token_weights: ``[T]``.
-        old_logprobs: ``[T]``, of the policy at the start of the update; needed by ``"clip"`` and ``is_cap``.
+        old_logprobs: ``[T]``, of the policy at the start of the update. None stands for the policy being trained,
+            detached: right in an update's only optimizer step, where every ratio is 1.
         ref_logprobs: ``[T]``, of the reference policy; needed by ``kl_coef``.
         behaviour_logprobs: ``[T]``, of the policy that sampled; used with ``is_cap``. Like all of these, a constant.
         loss: ``"clip"`` (PPO), ``"reinforce"`` or ``"likelihood"`` (SFT, best-of-K).

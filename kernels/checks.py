@@ -211,11 +211,10 @@ def check_policy(
         check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True, finite=False)
         check.require(spec.loss == "clip", "dual_clip", spec.dual_clip, 'None without loss="clip"')
 
-    needs_old = 'loss="clip"' if spec.loss == "clip" else "is_cap" if spec.is_cap is not None else ""
     for name, value, reason in (
         ("token_weights", token_weights, "every loss"),
         ("advantages", advantages, "" if spec.loss == "likelihood" else f"loss={spec.loss!r}"),
-        ("old_logprobs", old_logprobs, needs_old),
+        ("old_logprobs", old_logprobs, ""),
         ("ref_logprobs", ref_logprobs, "kl_coef > 0" if spec.kl_coef > 0 else ""),
         ("behaviour_logprobs", behaviour_logprobs, "is_cap" if spec.is_cap is not None else ""),
     ):

@@ -145,6 +145,8 @@ def policy_pass(
     def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
         unplanned = rows.lengths is not None and lengths is None  # without gradients: all rows at once
         part = rows if unplanned else rows.span(*span)
+        if part.old_logprobs is None and spec.uses_old:
+            part = part._replace(old_logprobs=found.logprobs)
         row = row_coefficients(spec, found.logprobs, found.entropy, part)
         grads = RowGradients(row.dlogprob, row.dentropy if spec.entropy_coef != 0 else None)
         return (row.loss, row.ratio, row.clipped, row.clamped), grads

@@ -30,6 +30,11 @@ class PolicySpec(NamedTuple):
     ratio: str
     dual_clip: float | None = None
 
+    @property
+    def uses_old(self) -> bool:
+        """The loss depends on the old log-probabilities."""
+        return self.loss == "clip" or self.is_cap is not None
+
 
 class Rows(NamedTuple):
     """What the loss is told about each row: fp32 ``[n]`` each, ``valid`` bool, ``lengths`` int64 ``[sequences]``."""

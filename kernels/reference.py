@@ -94,8 +94,10 @@ def linear_policy_loss(
             log_ratio = torch.cat(parts) if parts else log_ratio
         return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
+    if old_logprobs is None:
+        old_logprobs = new.detach()
     if loss == "clip":
-        assert advantages is not None and old_logprobs is not None
+        assert advantages is not None
         r = exp_ratio(new - old_logprobs, ratio == "sequence")
         objective = torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
         if dual_clip is not None:
@@ -116,7 +118,6 @@ def linear_policy_loss(
             kl = exp_ratio(-delta, False) - 1 + delta
         row_loss = row_loss + kl_coef * kl
     if behaviour_logprobs is not None and is_cap is not None:
-        assert old_logprobs is not None
         row_loss = row_loss * exp_ratio(old_logprobs - behaviour_logprobs, ratio == "sequence").clamp(max=is_cap)
     return (token_weights * (row_loss - entropy_coef * entropy)).sum()
 

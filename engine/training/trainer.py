@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -26,6 +26,16 @@ from engine.training.token_store import TokenStore
 
 class WeightsDisagreeError(RuntimeError):
     """Sampler and trainer give different log-probabilities to the same tokens: they do not hold the same weights."""
+
+
+class Update(NamedTuple):
+    """What an update gives."""
+
+    metrics: dict[str, float]
+    """Over all ranks."""
+    old_logprobs: Tensor | None
+    """[T] fp32, nats, of this rank's samples from before the only optimizer step, where the update was not given any.
+    """
 
 
 class Trainer:
@@ -151,23 +161,21 @@ class Trainer:
         step: int,
         version: int,
         train_policy: bool = True,
-    ) -> dict[str, float]:
+    ) -> Update:
         """One update on a rollout batch: epochs, minibatches (optimizer steps), microbatches.
 
         A minibatch that has nothing to train on, on no rank, makes no optimizer step.
 
         Args:
             samples: this rank's samples.
-            tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss; ``sampler_logprobs`` (behaviour) to check the
-                sampler's weights by, and to correct for its distance where the loss has an ``is_cap``; ``old_values``
-                with a value model; ``ref_logprobs`` where the loss has a ``kl_coef`` or compares pairs.
+            tokens: [T] fp32 vectors: ``old_logprobs`` for a clipped loss, unless there is one optimizer step, whose own
+                they are; ``sampler_logprobs`` (behaviour) to check the sampler's weights by, and to correct for its
+                distance where the loss has an ``is_cap``; ``old_values`` with a value model; ``ref_logprobs`` where the
+                loss has a ``kl_coef`` or compares pairs.
             objective: the algorithm's units, advantages, returns and loss.
             step: rollout batches trained on before; with the run's seed it fixes the minibatches.
             version: updates the policy has seen. Samples of an older one prove nothing about the sampler's weights.
             train_policy: False trains the value model alone.
-
-        Returns:
-            metrics over all ranks.
 
         Raises:
             WeightsDisagreeError: before the first step, the trainer's log-probabilities of the samples are further from
@@ -175,13 +183,15 @@ class Trainer:
         """
         train, averages = self.config.train, Averages(self.world)
         store = TokenStore(samples)
-        sampler, measured = tokens.get("sampler_logprobs"), None
+        sampler, old = tokens.get("sampler_logprobs"), tokens.get("old_logprobs")
         if self.world.max(any(sample.policy_version != version for sample in samples)):  # a rank may have none
             sampler = None
         if sampler is not None and experience.recomputes_old(self.config):
-            self._check_gap(sampler, tokens["old_logprobs"], samples, step, averages)
-        elif sampler is not None:  # then the forward passes before the first optimizer step tell
-            measured = store.empty()
+            assert old is not None
+            self._check_gap(sampler, old, samples, step, averages)
+            sampler = None
+        own = store.empty() if sampler is not None or old is None else None
+        measuring = own is not None  # by the forward passes before the first optimizer step
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
                 tokens = tokens | {name: vector}
@@ -197,29 +207,32 @@ class Trainer:
                 weights = self._normalised(batches, objective.normalise)
                 if weights is None:
                     continue
-                losses = []
+                losses, seen = [], []
                 for batch, weight in zip(batches, weights, strict=True):
                     row = {name: store.take(vector, batch) for name, vector in tokens.items()}
                     if train_policy:
                         loss, logprobs = self._policy_backward(batch, weight, row, objective, averages)
                         losses.append(loss)
-                    elif measured is not None:
+                    elif measuring:
                         with torch.no_grad():
                             logprobs = self.policy(batch, **self._head_options)
-                    if measured is not None and batch.counts:
-                        store.put(measured, batch, logprobs.detach().cpu())
+                    if measuring and batch.counts:
+                        seen.append((batch, logprobs.detach()))
                     if self.value is not None:
                         self._value_backward(batch, weight, row, averages)
-                if sampler is not None and measured is not None:
-                    seen = store.rows(units.flatten().tolist())
-                    self._check_gap(sampler[seen], measured[seen], samples, step, averages)
-                    measured = None
+                if own is not None and measuring:
+                    for batch, logprobs in seen:
+                        store.put(own, batch, logprobs.cpu())
+                    if sampler is not None:
+                        rows = store.rows(units.flatten().tolist())
+                        self._check_gap(sampler[rows], own[rows], samples, step, averages)
+                measuring = False
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
                     self._step(self.policy, "policy", averages)
                 if self.value is not None:
                     self._step(self.value, "value", averages)
-        return averages.means()
+        return Update(averages.means(), own if old is None else None)
 
     def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor] | None:
         """Weights of each microbatch's tokens or pairs: one over the global count of its minibatch; None if that is 0.

@@ -342,7 +342,6 @@ ILLEGAL = [
         "kl_estimator is 'k4', expected one of 'k1', 'k2', 'k3'",
     ),
     (kernels.linear_policy_loss, POLICY, {"ratio": "group"}, "ratio is 'group', expected one of 'token', 'sequence'"),
-    (kernels.linear_policy_loss, POLICY, {"old_logprobs": None}, r"old_logprobs is None.*loss=.clip"),
     (kernels.linear_policy_loss, POLICY, {"advantages": None}, "advantages is None"),
     (kernels.linear_policy_loss, POLICY, {"advantages": Y}, r"advantages is \[4\] int64.*floating"),
     (kernels.linear_policy_loss, POLICY, {"token_weights": T[:1]}, r"token_weights is \[1\]"),

@@ -87,6 +87,31 @@ def test_matches_fp64(run, tools, settings, chunk):
     assert not any(value.requires_grad for value in found[1:])
 
 
+@pytest.mark.parametrize("name", ["clip", "dual-clip", "importance", "sequence", "sequence-importance"])
+def test_without_an_old_policy_it_is_the_trained_one(run, tools, name):
+    """As in an update's only optimizer step: every ratio is 1, and importance weights are the new policy's."""
+    problem = tools.make_problem(ROWS, VOCABULARY, width=16, kind="masked", device=run.device)
+    workspace = tools.workspace_for(run, problem, 25)
+    settings = SETTINGS[name] | {"cu_seqlens": torch.tensor(BOUNDS, dtype=torch.int32, device=run.device)}
+    data = policy_data(problem)
+    del data["old_logprobs"]
+    own, exact = problem.leaves(), problem.leaves(torch.float64)
+    found = kernels.linear_policy_loss(
+        **own.arguments(), backend=run.backend, workspace_gib=workspace, **data, **settings
+    )
+    doubles = {name: value.double() for name, value in data.items()}
+    old = tools.exact_logprobs(problem).double()
+    truth = kernels.reference.linear_policy_loss(**exact.arguments(), old_logprobs=old, **doubles, **settings)
+    assert (found.ratio == 1).all() and not found.clipped.any()
+    assert found.loss.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-5)
+    exactly = torch.autograd.grad(truth, exact.inputs)
+    for value, exact_value in zip(torch.autograd.grad(found.loss, own.inputs), exactly, strict=True):
+        assert tools.relative_error(value, exact_value) < run.gradient_rounding
+    with torch.no_grad():
+        again = kernels.linear_policy_loss(**own.arguments(), backend=run.backend, **data, **settings)
+    assert again.loss.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-5)
+
+
 def test_a_sequence_longer_than_any_least_chunk(run, tools):
     """Some backends' chunks hold a tile of rows at least: two thousand rows are too many for the least workspace."""
     if run.interpreted:

@@ -85,7 +85,7 @@ def one_update(model: str, algo: str, zero_stage: int, budget: int, world: distr
     tokens = {"old_logprobs": old, "ref_logprobs": ref, "sampler_logprobs": behaviour}
     if values is not None:
         tokens["old_values"] = values - 0.1
-    metrics = trainer.update(samples, tokens, objective, step=0, version=0)
+    metrics = trainer.update(samples, tokens, objective, step=0, version=0).metrics
     after = {name: {n: t.clone() for n, t in weights.full_weights(e)} for name, e in trainer.engines.items()}
     return {"gradients": captured, "metrics": metrics, "weights": after}
 

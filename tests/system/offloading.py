@@ -43,7 +43,7 @@ def update(one: Trainer, seed: int) -> dict[str, float]:
     values, ends = one.values(samples)
     objective = experience.objective(one.config, experience.rollout(samples, old, None, values, ends), 0.0, one.world)
     tokens = {"old_logprobs": old, "sampler_logprobs": experience.behaviour_logprobs(samples), "old_values": values}
-    return one.update(samples, tokens, objective, step=seed, version=0)
+    return one.update(samples, tokens, objective, step=seed, version=0).metrics
 
 
 def everything(one: Trainer) -> list[torch.Tensor]:

@@ -41,6 +41,8 @@ def config(model: str, folder: str, backend: str, algo: str, staleness: int) -> 
         "schedule.staleness": staleness,
         "launch.ranks": 2,
     }
+    if algo == "grpo":  # whose only optimizer step gives the old log-probabilities itself
+        options["train.minibatches_per_batch"] = 1
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     found, _ = cli.parse(["--config", str(ROOT / "configs" / "quickstart.yaml"), *arguments])
     found.check(2, "cpu")

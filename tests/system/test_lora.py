@@ -75,7 +75,7 @@ def update(one: Trainer, step: int) -> dict[str, float]:
     batch = gradients.batch(step)
     old, ref = one.logprobs(one.policy, batch), one.reference_logprobs(batch)
     objective = experience.objective(one.config, experience.rollout(batch, old, ref, None, None), 0.1, one.world)
-    return one.update(batch, {"old_logprobs": old, "ref_logprobs": ref}, objective, step=step, version=0)
+    return one.update(batch, {"old_logprobs": old, "ref_logprobs": ref}, objective, step=step, version=0).metrics
 
 
 def test_only_adapters_move_and_copies_are_merged(tiny_model: str, world: World) -> None:

@@ -180,7 +180,7 @@ def test_zero_3_finds_the_norms(folders: dict[str, str], world: World) -> None:
         rollout = experience.rollout(batch, logprobs[-1], None, None, None)
         objective = experience.objective(config, rollout, 0.0, world)
         tokens = {"old_logprobs": logprobs[-1], "sampler_logprobs": logprobs[-1]}
-        assert one.update(batch, tokens, objective, step=0, version=0)["policy/grad_norm"] > 0
+        assert one.update(batch, tokens, objective, step=0, version=0).metrics["policy/grad_norm"] > 0
         for name, tensor in weights.full_weights(one.policy):
             assert not torch.equal(tensor, before[name]), name
     # Gathered weights lie elsewhere in memory, and a bf16 product on a CPU sums in an order that depends on where.

@@ -147,11 +147,40 @@ def test_learning_rate_zero_keeps_log_ratios_at_zero(tiny_model: str, world: Wor
     rollout = experience.rollout(samples, old, None, None, None)
     objective = experience.objective(got.config, rollout, 0.0, world)
     tokens = {"old_logprobs": old, "sampler_logprobs": old}
-    metrics = got.update(samples, tokens, objective, step=0, version=0)
+    metrics = got.update(samples, tokens, objective, step=0, version=0).metrics
     assert metrics["policy/log_ratio_abs"] < 5e-6  # fp32 rounding of differently shaped products
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=5e-6)
     assert metrics["policy/clip_fraction"] == metrics["policy/clamp_fraction"] == 0.0
     assert metrics["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("algo, ratio", [("grpo", "token"), ("rloo", "token"), ("rloo", "sequence")])
+@pytest.mark.parametrize("version", [0, 1])
+def test_the_only_step_gives_the_old_logprobs(
+    tiny_model: str, world: World, algo: str, ratio: str, version: int
+) -> None:
+    """The same as with a pass of its own before: gradient, importance weights, and where fresh the sampler's gap."""
+    sections = {"schedule": {"staleness": 1}, "generation": {"max_logprob_gap": 100.0}, "rloo": {"ratio": ratio}}
+    norms, gaps = [], []
+    for given in (True, False):
+        got = trainer(tiny_model, world, algo=algo, kl={"coef": 0.0}, **sections)
+        samples = gradients.batch()
+        old, behaviour = got.logprobs(got.policy, samples), experience.behaviour_logprobs(samples)
+        objective = experience.objective(got.config, experience.rollout(samples, None, None, None, None), 0.0, world)
+        assert objective.loss["is_cap"]
+        tokens = {"sampler_logprobs": behaviour} | ({"old_logprobs": old} if given else {})
+        update = got.update(samples, tokens, objective, step=0, version=version)
+        norms.append(update.metrics["policy/grad_norm"])
+        gaps.append(update.metrics.get("weights/logprob_gap_mean"))
+        assert update.metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+        if given:
+            assert update.old_logprobs is None
+        else:
+            assert update.old_logprobs is not None
+            torch.testing.assert_close(update.old_logprobs, old, rtol=0, atol=5e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+    assert (gaps[0] is None) == (gaps[1] is None) == (version == 1)
+    assert version == 1 or gaps[0] == pytest.approx(gaps[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.25])
@@ -168,7 +197,7 @@ def test_gradient_norm_is_told_before_clipping(tiny_model: str, world: World, li
         one.reward *= 100
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    told = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)["policy/grad_norm"]
+    told = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0).metrics["policy/grad_norm"]
     assert told > 1.5, "a gradient with something to clip"
     assert applied == [pytest.approx(limit or told, rel=1e-4)]
 
@@ -189,7 +218,9 @@ def test_disagreeing_sampler_stops_the_run(tiny_model: str, world: World, miniba
         got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler + 0.5}, objective, step=7, version=41)
     assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
     got = trainer(tiny_model, world, generation={"max_logprob_gap": 0.01}, train={"minibatches_per_batch": minibatches})
-    told = got.update(samples, {"old_logprobs": old, "sampler_logprobs": sampler}, objective, step=7, version=41)
+    told = got.update(
+        samples, {"old_logprobs": old, "sampler_logprobs": sampler}, objective, step=7, version=41
+    ).metrics
     assert told["weights/logprob_gap_mean"] == pytest.approx(0.005 + 0.05 / len(old), rel=1e-3)
     assert told["weights/logprob_gap_p999"] == pytest.approx(0.055, rel=1e-3)
 
@@ -203,7 +234,7 @@ def test_zero_advantages_give_zero_finite_gradients(tiny_model: str, world: Worl
     before = [p.detach().clone() for p in got.policy.module.parameters()]
     old = got.logprobs(got.policy, samples)
     objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-    metrics = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)
+    metrics = got.update(samples, {"old_logprobs": old}, objective, step=0, version=0).metrics
     assert metrics["policy/grad_norm"] == 0.0 and metrics["policy/loss"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, got.policy.module.parameters(), strict=True))
 
@@ -269,7 +300,9 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
             assert got.policy.module.model.is_gradient_checkpointing
         old = got.logprobs(got.policy, samples)
         objective = experience.objective(got.config, experience.rollout(samples, old, None, None, None), 0.0, world)
-        norms.append(got.update(samples, {"old_logprobs": old}, objective, step=0, version=0)["policy/grad_norm"])
+        norms.append(
+            got.update(samples, {"old_logprobs": old}, objective, step=0, version=0).metrics["policy/grad_norm"]
+        )
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 

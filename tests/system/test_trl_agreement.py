@@ -199,7 +199,7 @@ def ours(world: World, paths: dict[str, str]) -> Ours:
         objective = experience.objective(config, rollout, config.kl.coef, world)
         behaviour = experience.behaviour_logprobs(samples)
         tokens = {"old_logprobs": old, "ref_logprobs": ref, "sampler_logprobs": behaviour}
-        metrics = trainer.update(samples, tokens, objective, step=0, version=0)
+        metrics = trainer.update(samples, tokens, objective, step=0, version=0).metrics
         assert algo == "online_dpo" or (metrics["policy/clip_fraction"] > 0) != on_policy
         return Found(metrics["policy/loss"], dict(gradient))
 

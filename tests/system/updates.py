@@ -127,7 +127,7 @@ class Updates:
             tokens["old_values"] = values - 0.1
         objective = change(objective, tokens)
         self._captured.clear()
-        found = trainer.update(samples, tokens, objective, step=0, version=0)
+        found = trainer.update(samples, tokens, objective, step=0, version=0).metrics
         seen = experience.metrics(samples, rollout, world, verified=False)
         stale = experience.off_policy_metrics(trainer.config, samples, old, behaviour, 0, world)
         return Update(objective.metrics | found | seen | stale, dict(self._captured))

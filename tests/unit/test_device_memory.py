@@ -97,6 +97,7 @@ def test_a_process_on_the_cpu_has_a_peak_and_no_phases() -> None:
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ["max_split_size_mb:128,expandable_segments:True"]),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, ["max_split_size_mb:128,expandable_segments:True"]),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, []),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, []),
     ],
 )

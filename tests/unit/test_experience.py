@@ -73,6 +73,21 @@ def test_off_policy_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
+@pytest.mark.parametrize("elsewhere", [{"schedule": {"staleness": 1}}, {"generation": {"backend": "vllm"}}, {}])
+@pytest.mark.parametrize("steps", [{"minibatches_per_batch": 1}, {"minibatches_per_batch": 2}, {"epochs_per_batch": 2}])
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_pass_for_old_is_made_where_nothing_else_gives_it(
+    algo: str, coef: float, steps: dict[str, int], elsewhere: dict[str, object]
+) -> None:
+    """One optimizer step gives it by its own passes, unless it is in the rewards; without a ratio nothing needs it."""
+    one = config(algo=algo, kl={"coef": coef}, train=steps, **elsewhere)
+    several, penalised = steps != {"minibatches_per_batch": 1}, algo in ("ppo", "rloo") and coef > 0
+    has_ratio = algo in ("ppo", "rloo", "grpo")
+    assert experience.samplers_values_serve(one) == (not has_ratio or (not several and not elsewhere))
+    assert experience.recomputes_old(one) == (has_ratio and (several or (penalised and bool(elsewhere))))
+
+
+@pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
 def test_correction_follows_staleness_and_numerics(algo: str) -> None:
     """On by default where samples are not the policy's own, for losses of a ratio; off where it was turned off."""
     has_ratio = algo in ("ppo", "rloo", "grpo")
@@ -83,6 +98,5 @@ def test_correction_follows_staleness_and_numerics(algo: str) -> None:
         {"model": {"dtype": "bfloat16"}},
     ):
         assert experience.corrects(config(algo=algo, **elsewhere)) == has_ratio
-        assert experience.recomputes_old(config(algo=algo, **elsewhere)) == has_ratio
     off = config(algo=algo, generation={"backend": "vllm"}, off_policy={"correction": False})
     assert not experience.corrects(off)
