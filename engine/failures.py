@@ -28,6 +28,7 @@ DEAF = 5.0
 """Seconds after SIGTERM in which a rank has to take notice of it."""
 
 _ending = False
+_told = False  # by a SIGTERM that came when the run was already ending
 
 
 class RankFailed(RuntimeError):
@@ -40,8 +41,8 @@ def stop_on_sigterm(is_rank: bool) -> None:
     Python looks at signals between two of its own instructions, and a rank that waits in CUDA for one that is gone
     comes to no other. It would hold its GPU for the launcher's 30 s, so it is killed before.
     """
-    global _ending
-    _ending = False
+    global _ending, _told
+    _ending = _told = False
     signal.signal(signal.SIGTERM, _stop)
     sys.unraisablehook = _not_lost
     if not is_rank:
@@ -61,10 +62,12 @@ def _end_if_deaf(ear: int) -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    global _ending
-    if not _ending:
-        _ending = True
-        raise KeyboardInterrupt("SIGTERM")
+    global _ending, _told
+    if _ending:
+        _told = True
+        return
+    _ending = True
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def _not_lost(lost: sys.UnraisableHookArgs) -> None:
@@ -111,11 +114,14 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     if not isinstance(error, KeyboardInterrupt) and not lost_connection(error):
         return error
     # The launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file.
-    deadline = time.monotonic() + (0 if isinstance(error, KeyboardInterrupt) else PATIENCE)
-    while (found := _left(run_dir)) is None and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        last_look = _told or isinstance(error, KeyboardInterrupt) or time.monotonic() >= deadline
+        if (found := _left(run_dir)) is not None:
+            break
+        if last_look:
+            return error
         time.sleep(0.1)
-    if found is None:
-        return error
     rank, what = found
     return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
 
@@ -138,7 +144,7 @@ def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
             rank, what = found
         elif crash and not stopped and not killed:
             rank, what = 0, crash.partition("\nAfter step ")[0]
-        if not crash or stopped or (killed and found is None):
+        if not crash or what not in crash:
             records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
             write_report(run_dir)
         report = f"; the run so far: {run_dir / records.REPORT}"

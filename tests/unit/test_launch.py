@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,21 @@ def test_an_earlier_start_s_errors_are_not_this_one_s(
                 raise KeyboardInterrupt("SIGTERM")
         assert ("rank 2 failed: ValueError: just now" in str(stopped.value)) == bool(new), stopped.value
         assert (stopped.type is KeyboardInterrupt) == (new is None)
+
+
+def test_rank_0_waits_for_no_file_once_the_launcher_has_spoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its SIGTERM says that the other rank has ended: one that was killed leaves no file."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(failures, "_ending", False)
+    monkeypatch.setattr(failures, "_told", False)
+    lost = RuntimeError("gloo: connection closed by peer")
+    speaking = threading.Timer(0.3, failures._stop, (signal.SIGTERM, None))
+    begun = time.monotonic()
+    speaking.start()
+    assert failures.cause(tmp_path, lost) is lost
+    assert time.monotonic() - begun < failures.PATIENCE / 2
+    failures.leave(tmp_path, 1, ValueError("mine"))
+    assert str(failures.cause(tmp_path, lost)).startswith("rank 1 failed: ValueError: mine")
 
 
 IN_A_DESTRUCTOR = """
