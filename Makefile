@@ -42,8 +42,8 @@ lint: setup
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-# Two at a time with a thread each, file by file, the unit tests last so that none is left alone with a long file; then, one
-# after another, what measures seconds or memory. A GPU is for one at a time.
+# Two at a time with a thread each, file by file in order (xdist by itself would take files of few tests last, long ones among
+# them); then, one after another, what measures seconds or memory. A GPU is for one at a time.
 define run_tests
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests -m "($(1)) and not alone" $(if $(filter cpu,$(SET)),-n 2 --dist loadfile --no-loadscope-reorder) --durations=15 || failed=1; \

@@ -118,11 +118,7 @@ def complete(row: dict[str, float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def polled_memory() -> Iterator[list[float]]:
-    """GiB in use on the fullest visible GPU as the driver says, twice a second, from the start of a run to its end.
-
-    Raises:
-        CalledProcessError: at the end, if the driver failed to answer.
-    """
+    """GiB in use on the fullest visible GPU, twice a second while the driver answers, from a run's start to its end."""
     seen: list[float] = []
     ended = threading.Event()
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -131,19 +127,19 @@ def polled_memory() -> Iterator[list[float]]:
 
     def poll() -> None:
         while not ended.wait(0.5):
-            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            seen.append(max(map(float, answer.split())) / 1024)
+            answer = subprocess.run(command, capture_output=True, text=True)
+            if answer.returncode == 0:
+                seen.append(max(map(float, answer.stdout.split())) / 1024)
 
     if card() == "no GPU":
         yield seen
         return
     with ThreadPoolExecutor(1) as thread:
-        polling = thread.submit(poll)
+        thread.submit(poll)
         try:
             yield seen
         finally:
             ended.set()
-        polling.result()
 
 
 BENCHMARK = Steps(

@@ -24,6 +24,9 @@ PATIENCE = 3.0
 """Seconds rank 0 waits for another rank's file: that rank writes it first and then closes its connections, but the run
 folder may lie on a network file system."""
 
+LAUNCHER = "TANDEM_LAUNCHER"
+"""The environment variable that tells a rank the process number of our launcher, on whose machine all ranks are."""
+
 DEAF = 5.0
 """Seconds after SIGTERM in which a rank has to take notice of it."""
 
@@ -113,10 +116,12 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not isinstance(error, KeyboardInterrupt) and not lost_connection(error):
         return error
-    # The launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file.
+    # Our launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file. With
+    # another launcher a rank of this machine may have ended because of one elsewhere, whose file takes longer to show.
     deadline = time.monotonic() + PATIENCE
     while True:
-        last_look = _told or isinstance(error, KeyboardInterrupt) or time.monotonic() >= deadline
+        told = _told and LAUNCHER in os.environ
+        last_look = told or isinstance(error, KeyboardInterrupt) or time.monotonic() >= deadline
         if (found := _left(run_dir)) is not None:
             break
         if last_look:
@@ -144,7 +149,7 @@ def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
             rank, what = found
         elif crash and not stopped and not killed:
             rank, what = 0, crash.partition("\nAfter step ")[0]
-        if not crash or what not in crash:
+        if not crash or stopped or (killed and found is None):
             records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
             write_report(run_dir)
         report = f"; the run so far: {run_dir / records.REPORT}"

@@ -14,8 +14,6 @@ from pathlib import Path
 from engine import failures
 from engine.config import Config, ConfigError
 
-LAUNCHER = "TANDEM_LAUNCHER"
-"""The environment variable that tells a rank the process number of our launcher."""
 FOLDER_FILE = "TANDEM_FOLDER_FILE"
 """The environment variable with the file in which rank 0 tells our launcher the run folder."""
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -107,7 +105,7 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
         if a signal ended the run.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[failures.LAUNCHER] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -154,5 +152,5 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The launcher may have gone before the line above, and then no signal comes. Only our own told us its number;
     # a torchrun that dies so early leaves ranks that cannot join and end at their timeout.
-    if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
+    if failures.LAUNCHER in os.environ and os.getppid() != int(os.environ[failures.LAUNCHER]):
         sys.exit("the launcher is gone")

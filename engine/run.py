@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return failures.status(error)
     except failures.RankFailed as error:  # that rank has printed its traceback; our launcher has the last word
-        if launch.LAUNCHER not in os.environ:
+        if failures.LAUNCHER not in os.environ:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:

@@ -186,8 +186,9 @@ class Trainer:
         sampler, old = tokens.get("sampler_logprobs"), tokens.get("old_logprobs")
         if self.world.max(any(sample.policy_version != version for sample in samples)):  # a rank may have none
             sampler = None
-        if sampler is not None and experience.recomputes_old(self.config):
-            assert old is not None
+        recomputed = experience.recomputes_old(self.config)
+        assert old is not None or not recomputed, "several optimizer steps, or rewards, need the old policy's values"
+        if sampler is not None and old is not None and recomputed:
             self._check_gap(sampler, old, samples, step, averages)
             sampler = None
         own = store.empty() if sampler is not None or old is None else None
@@ -282,11 +283,10 @@ class Trainer:
             averages.add("policy/clip_fraction", clipped.sum() * counts, rows)
             averages.add("policy/clamp_fraction", clamped.sum() * counts, rows)
         averages.add("policy/entropy", entropy.sum() * counts, rows)
-        if old is not None:
-            change = old - logprobs
-            k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
-            averages.add("policy/kl_old", k3.sum() * counts, rows)
-            averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
+        change = torch.zeros_like(logprobs) if old is None else old - logprobs
+        k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
+        averages.add("policy/kl_old", k3.sum() * counts, rows)
+        averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
         return loss.detach(), logprobs
 
     def _policy_arguments(self, weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any]) -> dict[str, Any]:

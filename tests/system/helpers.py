@@ -22,6 +22,12 @@ def importing(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def unranked() -> dict[str, str]:
+    """The environment of a process that nobody launched, also where this one has joined a process group."""
+    rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in rank}
+
+
 GRACE = 10.0
 """Seconds that the other ranks have when one has failed: they may wait for it for ever."""
 
@@ -85,7 +91,7 @@ def run_engine(
 
     ``path`` is where it finds further Python modules.
     """
-    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    env = unranked() | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     result = subprocess.run(
         [sys.executable, "-m", "engine.run", *shlex.split(arguments)],
         cwd=ROOT,

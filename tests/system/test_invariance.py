@@ -155,6 +155,14 @@ def test_a_rank_whose_samples_were_all_dropped_changes_nothing(
     assert_same_update(two_ranks(algo, "dropped", without), update(algo, batch(groups=2)), 2e-6)
 
 
+def test_a_rank_without_samples_changes_no_update_that_finds_old_itself(
+    update: Updates, two_ranks: Callable[..., Update]
+) -> None:
+    alone = update("grpo", batch(groups=2), own_old=True)
+    assert all(math.isfinite(value) for value in alone.metrics.values())
+    assert_same_update(two_ranks("grpo", "own", 1), alone, 2e-6)
+
+
 def test_a_rank_of_ties_changes_no_gradient(update: Updates, two_ranks: Callable[..., Update]) -> None:
     got = two_ranks("online_dpo", "tied", 1)
     assert got.away_from(update("online_dpo", batch(groups=2))) < 2e-6

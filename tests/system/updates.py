@@ -5,6 +5,7 @@ Usage on two ranks: updates.py MODEL OUT.pt, the checks of test_invariance that 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -108,26 +109,36 @@ class Updates:
         algo: str,
         samples: Sequence[Sample],
         change: Callable[[Objective, dict[str, torch.Tensor]], Objective] = lambda objective, _: objective,
+        own_old: bool = False,
         **sections: dict[str, Any],
     ) -> Update:
-        """One update on this rank's samples, those of them that are usable, as the loop makes it."""
+        """One update on this rank's samples, those of them that are usable, as the loop makes it.
+
+        With ``own_old`` the old policy is the trained one, and only the update knows its log-probabilities.
+        """
         trainer, world = self.trainer, self.world
         trainer.config = config(algo, **sections)
         trainer.value = self.value if algo == "ppo" else None
         samples = experience.usable(samples, trainer.config, world)
         drifts = [drift(sample) for sample in samples]
-        old = trainer.logprobs(trainer.policy, samples) + (torch.cat(drifts) if drifts else torch.empty(0))
+        old = None
+        if not own_old:
+            old = trainer.logprobs(trainer.policy, samples) + (torch.cat(drifts) if drifts else torch.empty(0))
         behaviour = experience.behaviour_logprobs(samples)
         ref = trainer.reference_logprobs(samples)
         values, ends = trainer.values(samples) if trainer.value else (None, None)
         rollout = experience.rollout(samples, old, ref, values, ends)
         objective = experience.objective(trainer.config, rollout, trainer.config.kl.coef, world)
-        tokens = {"old_logprobs": old, "ref_logprobs": ref, "sampler_logprobs": behaviour}
+        tokens = {"ref_logprobs": ref, "sampler_logprobs": behaviour}
+        if old is not None:
+            tokens["old_logprobs"] = old
         if values is not None:
             tokens["old_values"] = values - 0.1
         objective = change(objective, tokens)
         self._captured.clear()
-        found = trainer.update(samples, tokens, objective, step=0, version=0).metrics
+        found, made = trainer.update(samples, tokens, objective, step=0, version=0)
+        if old is None:
+            old, rollout = made, dataclasses.replace(rollout, old_logprobs=made)
         seen = experience.metrics(samples, rollout, world, verified=False)
         stale = experience.off_policy_metrics(trainer.config, samples, old, behaviour, 0, world)
         return Update(objective.metrics | found | seen | stale, dict(self._captured))
@@ -144,6 +155,8 @@ def two_ranks(model: str, out: str) -> None:
                     for one in samples:
                         one.reward = None if case == "dropped" else 0.5
                 results[algo, case, without] = update(algo, samples)
+        samples = batch(groups=2) if world.main else []
+        results["grpo", "own", 1] = update("grpo", samples, own_old=True)
         samples = batch(groups=2)
         for one in samples:
             one.reward = 0.5

@@ -35,3 +35,10 @@ def test_ranks_find_what_the_tests_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     found = helpers.run_ranks(1, script(tmp_path, "print(os.environ['PYTHONPATH'])")).strip()
     assert found == os.pathsep.join([str(helpers.ROOT), str(tmp_path / "site")])
+
+
+def test_a_run_that_a_test_starts_is_no_rank_of_the_test_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixture may have joined a process group, whose port and rank are in the environment."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "none")
+    assert "algo: ppo" in helpers.run_engine("--print-config").stdout
