@@ -145,7 +145,7 @@ def policy_pass(
     def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
         unplanned = rows.lengths is not None and lengths is None  # without gradients: all rows at once
         part = rows if unplanned else rows.span(*span)
-        if part.old_logprobs is None and spec.uses_old:
+        if part.old_logprobs is None and spec.uses_old:  # the rows are an on-policy step's: their own old ones
             part = part._replace(old_logprobs=found.logprobs)
         row = row_coefficients(spec, found.logprobs, found.entropy, part)
         grads = RowGradients(row.dlogprob, row.dentropy if spec.entropy_coef != 0 else None)

@@ -192,7 +192,7 @@ class Trainer:
             self._check_gap(sampler, old, samples, step, averages)
             sampler = None
         own = store.empty() if sampler is not None or old is None else None
-        measuring = own is not None  # by the forward passes before the first optimizer step
+        unfilled = own  # until the first optimizer step, by the forward passes before it
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
                 tokens = tokens | {name: vector}
@@ -214,20 +214,20 @@ class Trainer:
                     if train_policy:
                         loss, logprobs = self._policy_backward(batch, weight, row, objective, averages)
                         losses.append(loss)
-                    elif measuring:
+                    elif unfilled is not None:
                         with torch.no_grad():
                             logprobs = self.policy(batch, **self._head_options)
-                    if measuring and batch.counts:
+                    if unfilled is not None and batch.counts:
                         seen.append((batch, logprobs.detach()))
                     if self.value is not None:
                         self._value_backward(batch, weight, row, averages)
-                if own is not None and measuring:
+                if unfilled is not None:
                     for batch, logprobs in seen:
-                        store.put(own, batch, logprobs.cpu())
+                        store.put(unfilled, batch, logprobs.cpu())
                     if sampler is not None:
                         rows = store.rows(units.flatten().tolist())
-                        self._check_gap(sampler[rows], own[rows], samples, step, averages)
-                measuring = False
+                        self._check_gap(sampler[rows], unfilled[rows], samples, step, averages)
+                    unfilled = None
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
                     self._step(self.policy, "policy", averages)

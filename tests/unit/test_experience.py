@@ -73,7 +73,10 @@ def test_off_policy_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
-@pytest.mark.parametrize("elsewhere", [{"schedule": {"staleness": 1}}, {"generation": {"backend": "vllm"}}, {}])
+@pytest.mark.parametrize(
+    "elsewhere",
+    [{"schedule": {"staleness": 1}}, {"generation": {"backend": "vllm"}}, {"model": {"dtype": "bfloat16"}}, {}],
+)
 @pytest.mark.parametrize("steps", [{"minibatches_per_batch": 1}, {"minibatches_per_batch": 2}, {"epochs_per_batch": 2}])
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_a_pass_for_old_is_made_where_nothing_else_gives_it(
