@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from algorithms.base import Objective
-from engine import rollout, weights
+from engine import export, rollout, weights
 from engine.config import Config
 from engine.distributed import World
 from engine.generation.base import Sampling
@@ -98,14 +98,12 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
         raise RuntimeError(
             f"the supervised phase reached only {accuracy:.0%} of held-out problems in {MAX_STEPS} steps"
         )
-    partial = Path(world.broadcast(tempfile.mkdtemp(prefix="partial-", dir=folder.parent) if world.main else None))
-    weights.export(trainer.policy, str(partial), write=world.main)
+    made = Path(world.broadcast(tempfile.mkdtemp(prefix="made-", dir=folder.parent) if world.main else None))
+    export.export(trainer.policy, tokenizer, str(made), made / "model", world)
     if world.main:
-        tokenizer.save_pretrained(partial)
-        if folder.exists():  # another run made the same checkpoint meanwhile
-            shutil.rmtree(partial)
-        else:
-            os.rename(partial, folder)
+        if not folder.exists():  # else another run made the same checkpoint meanwhile
+            os.rename(made / "model", folder)
+        shutil.rmtree(made)
     world.barrier()
 
 
@@ -132,6 +130,7 @@ def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: t
 def _supervised(config: Config) -> Config:
     """The run's configuration with the supervised phase's own training settings."""
     supervised = config.model_copy(deep=True)
+    supervised.algo = "bok"  # a likelihood, as here: no schedule of sampling, value model or old policy has part in it
     supervised.train = type(config.train)(
         steps=MAX_STEPS,
         learning_rate=LEARNING_RATE,
@@ -143,4 +142,5 @@ def _supervised(config: Config) -> Config:
     )
     supervised.model = type(config.model)()
     supervised.generation = type(config.generation)()
+    supervised.schedule = type(config.schedule)()
     return supervised

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine import data, memory
+from engine import memory
 from engine.budget import Side
 from engine.colocation import Colocation
 from engine.config import Config
-from engine.data import Prompt
 from engine.distributed import World
 from engine.generation.base import Generator
+from engine.preflight import Inputs
 from engine.proof import Proof
 from engine.source import Source
 from engine.split import SplitTraining
@@ -37,12 +38,55 @@ def memory_plans(config: Config, world: World) -> dict[Side, memory.MemoryPlan]:
     return memory.plans(config, processes, size)
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is trained, and what stays as it is, in host memory until the trainer takes it."""
+
+    policy: models.Policy
+    reference: models.Policy | None
+    value: models.Value | None
+
+
+def load_models(config: Config, path: str, world: World, *, checkpointing: bool, say: Callable[[str], None]) -> Models:
+    """Loads the models and compares what they compute with transformers; on every rank.
+
+    Args:
+        path: the policy's folder or hub name.
+        checkpointing: recompute activations in the backward pass.
+
+    Raises:
+        ConfigError: a model cannot be loaded, or computes something else here.
+    """
+    dtype = getattr(torch, config.model.dtype)
+
+    def check(key: str, place: str) -> models.Check:
+        return models.Check(f"{key} '{place}'", world.device)
+
+    with _announced("Loading the models to train", "Loaded them", world, say):
+        policy = models.load_policy(path, checkpointing, dtype, check("model.path", path))
+        if config.lora.rank:
+            lora.add_adapters(policy.model, config.lora, config.seed)
+        reference = None
+        if config.loads_reference:
+            other = config.model.reference_path
+            compared = check("model.reference_path", other) if other else None  # else it is the policy
+            reference = models.load_policy(other or path, dtype=dtype, check=compared)
+        value = None
+        if config.algo == "ppo":
+            value_path = config.model.value_path or path
+            value, new_head = models.load_value(value_path, checkpointing, dtype, check("model.value_path", value_path))
+            if new_head:
+                say(f"The value model starts from {value_path} with a new head, at zero")
+    return Models(policy, reference, value)
+
+
 def turns(
     config: Config,
     path: str,
+    loaded: Models,
+    inputs: Inputs,
     world: World,
     plans: dict[Side, memory.MemoryPlan],
-    prompts: Sequence[Prompt],
     source: Source,
     say: Callable[[str], None],
 ) -> Turns:
@@ -51,22 +95,23 @@ def turns(
     Collective over the training ranks.
 
     Args:
-        prompts: the first ones are what the hand-over is proved with.
+        loaded: for the trainer.
+        inputs: the first prompts are what the hand-over is proved with.
         source: what to sample; of no use to a split run, whose sampler has its own.
     """
-    probe = [prompt.ids for prompt in prompts[:PROBE_PROMPTS]]
+    probe = [prompt.ids for prompt in inputs.prompts[:PROBE_PROMPTS]]
     tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
 
     def trainer() -> Trainer:
-        with _announced("Loading the models to train", "Loaded them", world, say):
-            return _trainer(config, path, world, plans["train"].checkpointing, say)
+        with _announced("Building the trainer", "Built it", world, say):
+            return Trainer(config, world, policy=loaded.policy, reference=loaded.reference, value=loaded.value)
 
     def generator(plan: memory.MemoryPlan, shared: SharedWeights | None) -> Generator:
         starts = f"Starting the sampler ({config.generation.backend})"
         if config.generation.backend == "vllm":
             starts = "Starting vLLM: it compiles the model and captures CUDA graphs, about a minute"
         with _announced(starts, "Started it", world, say):
-            return _generator(config, path, world, plan, shared)
+            return _generator(config, path, inputs, world, plan, shared)
 
     if config.generating_ranks:
         return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens)
@@ -85,13 +130,12 @@ def turns(
     return Overlapping(pair, source, Proof(probe, pair.answers, config.generation.max_logprob_gap), config.train.steps)
 
 
-def sampler(config: Config, world: World, path: str) -> tuple[Generator, Source]:
+def sampler(inputs: Inputs, config: Config, world: World, path: str) -> tuple[Generator, Source]:
     """The sampler of a split run from the checkpoint at ``path``, and what it draws. Collective over its ranks."""
     plan = memory_plans(config, world)["generate"]
-    tokenizer = data.load_tokenizer(path)
-    prompts, held_out, _ = data.load(config, tokenizer)
-    generator = _generator(config, path, world, plan, None)
-    return generator, Source(config, tokenizer, prompts, held_out, rank=world.rank, size=world.size)
+    generator = _generator(config, path, inputs, world, plan, None)
+    source = Source(config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size)
+    return generator, source
 
 
 @contextmanager
@@ -111,7 +155,12 @@ def _copying(config: Config) -> Config:
 
 
 def _generator(
-    config: Config, path: str, world: World, plan: memory.MemoryPlan, shared: SharedWeights | None
+    config: Config,
+    path: str,
+    inputs: Inputs,
+    world: World,
+    plan: memory.MemoryPlan,
+    shared: SharedWeights | None,
 ) -> Generator:
     generation, rollout = config.generation, config.rollout
     if generation.backend == "hf":
@@ -124,7 +173,7 @@ def _generator(
     return VLLMGenerator(
         path,
         dtype=config.model.dtype,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens + 1,  # for the one of a proof
+        max_model_len=inputs.longest_prompt + rollout.max_response_tokens + 1,  # for the one of a proof
         max_num_seqs=generation.max_batch,
         seed=config.seed,
         kv_cache_bytes=plan.kv_cache_bytes,
@@ -132,19 +181,3 @@ def _generator(
         tensor_parallel=generation.tensor_parallel,
         shared=shared,
     )
-
-
-def _trainer(config: Config, path: str, world: World, checkpointing: bool, say: Callable[[str], None]) -> Trainer:
-    dtype = getattr(torch, config.model.dtype)
-    policy = models.load_policy(path, checkpointing, dtype)
-    if config.lora.rank:
-        lora.add_adapters(policy.model, config.lora, config.seed)
-    frozen = config.model.reference_path or path
-    reference = models.load_policy(frozen, dtype=dtype) if config.loads_reference else None
-    value = None
-    if config.algo == "ppo":
-        value_path = config.model.value_path or path
-        value, new_head = models.load_value(value_path, checkpointing, dtype)
-        if new_head:
-            say(f"The value model starts from {value_path} with a new head, at zero")
-    return Trainer(config, world, policy=policy, reference=reference, value=value)

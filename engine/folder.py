@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from engine import cli, failures, launch, state
-from engine.config import Config
+from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.report import records
 from engine.report.recorder import Recorder
@@ -46,6 +47,11 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
     )
     try:
         yield recorder
+    except ConfigError:
+        recorder.discard()
+        if not config.resume:
+            shutil.rmtree(run_dir)
+        raise
     except BaseException as error:
         cause = failures.cause(run_dir, error)
         recorder.close(error=cause)

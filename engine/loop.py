@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -10,10 +11,11 @@ from transformers.utils import logging as transformers_logging
 from engine import build, distributed, experience, launch, split
 from engine.config import Config
 from engine.distributed import World
+from engine.preflight import Inputs
 from engine.session import Session
 
 
-def run(config: Config, config_file: str | None) -> None:
+def run(config: Config, inputs: Inputs, config_file: str | None) -> None:
     """Joins the ranks; this one trains, or in a split run generates for those that do."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -21,14 +23,14 @@ def run(config: Config, config_file: str | None) -> None:
     generators = config.generating_ranks
     with distributed.joined(launch.device_type(config), config.launch.timeout_minutes, generators) as world:
         if world.generates:
-            split.generate(config, world, build.sampler)
+            split.generate(config, world, functools.partial(build.sampler, inputs))
         else:
-            train(config, config_file, world)
+            train(config, inputs, config_file, world)
 
 
-def train(config: Config, config_file: str | None, world: World) -> None:
+def train(config: Config, inputs: Inputs, config_file: str | None, world: World) -> None:
     """Trains to ``train.steps``, from the start or from the newest checkpoint of ``config.resume``."""
-    with Session.open(config, config_file, world) as run:
+    with Session.open(config, inputs, config_file, world) as run:
         if run.state.step == 0:
             run.evaluate()
 

@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if world_size > 1 and not launch.is_rank():
             return launch.start_ranks(world_size, argv)
-        from engine import loop  # imports torch
+        from engine import loop, preflight  # import torch
 
-        loop.run(config, options.config)
+        loop.run(config, preflight.read(config), options.config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

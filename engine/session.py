@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from algorithms import kl_control
 from algorithms.base import Rollout
-from engine import bootstrap, build, cli, data, device_memory, experience, folder, rewards, split, state, weights
-from engine.config import Config, ConfigError
+from engine import (
+    bootstrap,
+    build,
+    cli,
+    device_memory,
+    experience,
+    export,
+    folder,
+    memory,
+    rewards,
+    split,
+    state,
+)
+from engine.budget import Side
+from engine.config import Config
 from engine.distributed import World
+from engine.preflight import Inputs
 from engine.report.closing import closing_lines
+from engine.report.output import Output
 from engine.report.recorder import Recorder
 from engine.sample import Sample
 from engine.source import Source
@@ -26,31 +41,64 @@ from engine.summary import summary
 from engine.training.trainer import Trainer
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a training rank has before the run has a folder."""
+
+    plans: dict[Side, memory.MemoryPlan]
+    scorer: rewards.Scorer
+    path: str
+    """The policy's folder or hub name."""
+    models: build.Models
+
+    @classmethod
+    def of(cls, config: Config, inputs: Inputs, world: World) -> Start:
+        """Plans memory, loads the models and looks at what they compute. Collective.
+
+        Raises:
+            ConfigError: something does not fit, or computes something else than it should.
+        """
+        output = Output(sys.stdout) if world.main else None
+
+        def say(text: str) -> None:
+            if output:
+                output.line(text)
+
+        plans = build.memory_plans(config, world)
+        path = config.model.path or bootstrap.starting_checkpoint(config, world, say)
+        models = build.load_models(config, path, world, checkpointing=plans["train"].checkpointing, say=say)
+        export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")
+        return cls(plans, rewards.load(config, world), path, models)
+
+
 class Session:
     """A run in progress on one rank. Methods are collective unless they say otherwise."""
 
-    def __init__(self, config: Config, world: World, run_dir: Path, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        start: Start,
+        world: World,
+        run_dir: Path,
+        recorder: Recorder | None,
+    ) -> None:
         self.config, self.world, self.run_dir, self._recorder = config, world, run_dir, recorder
         self._phases: dict[str, float] = defaultdict(float)
         self.say(config.arithmetic(world.size))
-
-        plans = build.memory_plans(config, world)
-        if plans["train"].phases or config.generation.backend == "vllm":
-            self.say("\n".join(dict.fromkeys(one.table() for one in plans.values())))  # without a GPU they are the same
-        self.scorer = rewards.load(config, world)
-        path = config.model.path or bootstrap.starting_checkpoint(config, world, self.say)
-        self.tokenizer = data.load_tokenizer(path)
+        if start.plans["train"].phases or config.generation.backend == "vllm":
+            self.say("\n".join(dict.fromkeys(one.table() for one in start.plans.values())))  # one without a GPU
+        for note in inputs.notes:
+            self.say(note)
         if world.link:
             for rank in range(config.generating_ranks):
-                world.link.send(f"start-{rank}", split.Start(str(run_dir), path))
-        prompts, self._held_out, notes = data.load(config, self.tokenizer)
-        for note in notes:
-            self.say(note)
-        self._source = Source(config, self.tokenizer, prompts, self._held_out, rank=world.rank, size=world.size)
-        vocabulary = AutoConfig.from_pretrained(path).vocab_size
-        if any(max(prompt.ids) >= vocabulary for prompt in [*prompts, *self._held_out]):
-            raise ConfigError(f"{config.data.path}: a prompt has token ids beyond the model's {vocabulary} tokens")
-        self._turns = build.turns(config, path, world, plans, prompts, self._source, self.say)
+                world.link.send(f"start-{rank}", split.Start(str(run_dir), start.path))
+        self.scorer, self._path, self._tokenizer = start.scorer, start.path, inputs.tokenizer
+        self._held_out = inputs.held_out
+        self._source = Source(
+            config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size
+        )
+        self._turns = build.turns(config, start.path, start.models, inputs, world, start.plans, self._source, self.say)
         if world.device.type == "cuda":
             device_memory.use_growing_segments()
         self._meter = device_memory.Meter(world.device)
@@ -77,11 +125,15 @@ class Session:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, config: Config, config_file: str | None, world: World) -> Iterator[Session]:
-        """Builds the run on the training ranks; on the way out the report is written, also for a crash."""
+    def open(cls, config: Config, inputs: Inputs, config_file: str | None, world: World) -> Iterator[Session]:
+        """Builds the run on the training ranks; on the way out the report is written, also for a crash.
+
+        The run's folder comes to be when everything that can be wrong with its inputs has been looked at.
+        """
+        start = Start.of(config, inputs, world)
         run_dir = Path(world.broadcast(str(folder.locate(config, config_file)) if world.main else None))
         with folder.recording(config, world, run_dir) as recorder:
-            session = cls(config, world, run_dir, recorder)
+            session = cls(config, inputs, start, world, run_dir, recorder)
             if world.main:
                 folder.write_config(config, run_dir)
             gc.collect()
@@ -253,14 +305,7 @@ class Session:
     def _export(self, name: str) -> Path:
         """The policy as a Hugging Face folder of the run, in place of an older one of that name. Collective."""
         final = self.run_dir / name
-        partial = final.with_name(f"partial-{name}")
-        if self.world.main:
-            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while exporting
-        weights.export(self.trainer.policy, str(partial), write=self.world.main)
-        if self.world.main:
-            self.tokenizer.save_pretrained(partial)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+        export.export(self.trainer.policy, self._tokenizer, self._path, final, self.world)
         return final
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,16 +71,7 @@ def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         yield name, column.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def export(engine: DeepSpeedEngine, folder: str, write: bool) -> None:
-    """Saves ``engine.module.model`` as a Hugging Face folder; every rank gathers, ``write`` says who saves.
-
-    LoRA's adapters are merged, and saved apart too, in the folder ``adapter``.
-    """
-    model = engine.module.model
-    state = {name: tensor.clone().cpu() for name, tensor in full_weights(engine) if write}
-    named = ((name, parameter) for name, parameter in model.named_parameters() if lora.FACTOR.search(name))
-    factors = {name: tensor.clone().cpu() for name, tensor in _whole(named) if write}
-    if write:
-        model.save_pretrained(folder, state_dict=state)
-    if factors:
-        lora.save(model, factors, Path(folder) / "adapter")
+def lora_factors(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of LoRA's adapters by their names in ``engine.module.model``, whole; every rank must consume all."""
+    named = engine.module.model.named_parameters()
+    return _whole((name, parameter) for name, parameter in named if lora.FACTOR.search(name))

@@ -18,11 +18,13 @@ class HFGenerator(Generator):
 
     def __init__(self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_batch: int) -> None:
         super().__init__()
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
         self._model = model.to(device).eval()
         # A model's own generation_config.json may penalise repetition or truncate the distribution.
         self._model.generation_config = GenerationConfig()
         self._model.requires_grad_(False)
+        if hasattr(model.config, "output_router_logits"):  # for a loss; transformers cannot make it while generating
+            model.config.output_router_logits = False
         self._device, self._max_batch = device, max_batch
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:

@@ -135,6 +135,15 @@ class Recorder:
                 f"{self._progress.ended.capitalize()} after step {self._progress.step}; the run so far: {report}"
             )
 
+    def discard(self) -> None:
+        """End a run that was refused: nobody will read its files."""
+        self._progress.ended = "stopped"
+        self._display.close()
+        self._metrics.close()
+        self._samples.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
     def say_last(self, text: str) -> None:
         """Print ``text`` below everything else, after ``close``: as it is, so that its paths can be copied."""
         self._output.line(text)

@@ -46,19 +46,14 @@ def packed_attention(
         [1, N, heads, D], and no attention weights.
 
     Raises:
-        NotImplementedError: for variants of attention that the kernel for this device and dtype does not compute.
+        NotImplementedError: for soft-capped attention.
     """
     if softcap is not None:
         raise NotImplementedError("packed attention computes no soft-capped attention logits (this model wants them)")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if has_kernel(query):
         return _varlen(q, k, v, packed, scaling, sliding_window)[None], None
-    if sliding_window is not None and packed.longest > sliding_window:
-        raise NotImplementedError(
-            f"on {query.device.type} in {query.dtype} packed attention has no sliding window: {packed.longest} tokens "
-            f"exceed the model's {sliding_window}; train in bfloat16 on a GPU, or on shorter sequences"
-        )
-    return _sdpa(q, k, v, packed, scaling)[None], None
+    return _sdpa(q, k, v, packed, scaling, sliding_window)[None], None
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -90,12 +85,19 @@ def _flash_attn() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func  # type: ignore[no-any-return]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scale: float | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scale: float | None, window: int | None) -> Tensor:
     """One batch row a sequence: q [N, heads, D], k and v [N, kv_heads, D] to [N, heads, D]."""
     sequences = len(packed.cu_seqlens) - 1
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (_spread(states, packed, sequences) for states in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    band = None
+    if window is not None and packed.longest > window:
+        place = torch.arange(packed.longest, device=q.device)
+        distance = place[:, None] - place
+        band = (distance >= 0) & (distance < window)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2).flatten(0, 1)[packed.slots]
 
 

@@ -5,6 +5,7 @@ The heads are modules that are called, so that ZeRO-3's hooks gather their weigh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import kernels
 from engine.config import ConfigError
-from engine.training import attention
+from engine.training import attention, behaviour
 from engine.training.packing import Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A comparison with transformers' own forward pass, made when a model is loaded."""
+
+    name: str
+    """The setting and the model, for messages."""
+    device: torch.device
+    """Where to compute it: the run's own device, whose attention is the one to compare."""
 
 
 class FusedHead(nn.Linear):
@@ -46,12 +57,8 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        config = model.config
-        for name in ("logit_scale", "logits_scaling"):
-            if getattr(config, name, 1.0) not in (None, 1.0):
-                raise ConfigError(f"model.path: models with '{name}' in their configuration are not supported")
-        head = model.get_output_embeddings()
-        model.set_output_embeddings(FusedHead.replacing(head, getattr(config, "final_logit_softcapping", None)))
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        model.set_output_embeddings(FusedHead.replacing(model.get_output_embeddings(), softcap))
         self.model = model
 
     def forward(self, batch: Microbatch, loss: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -86,47 +93,96 @@ def _hidden(model: Any, batch: Microbatch) -> Tensor:
     ).last_hidden_state[0]
 
 
-def load_policy(path: str, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
+def load_policy(
+    path: str,
+    gradient_checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    check: Check | None = None,
+) -> Policy:
     """A policy from a Hugging Face folder, in host memory; dropout off.
 
     Args:
         path: a folder or hub name.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         dtype: of the weights; the one that the model will compute in, so that no wider copy is ever made.
+        check: compare with transformers' own forward pass. Default: don't.
 
     Raises:
-        ConfigError: the folder holds no causal language model, or lacks weights.
+        ConfigError: the folder holds no causal language model, or lacks weights, or, with ``check``, the model gives
+            other log-probabilities here than in transformers.
     """
-    return Policy(_prepare(_load(AutoModelForCausalLM, path, dtype), gradient_checkpointing))
+    model, _ = _load(AutoModelForCausalLM, path, dtype)
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"'{path}' ({type(model).__name__}) has no head that is a plain product, which training needs"
+        )
+    own = behaviour.own_logprobs(model.to(check.device), check.name) if check else None
+    policy = Policy(_packed(_prepare(model, gradient_checkpointing), path))
+    if check and own:
+        behaviour.check_policy(policy, own, check.name)
+        policy.to("cpu")
+    return policy
 
 
 def load_value(
-    path: str, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32
+    path: str,
+    gradient_checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    check: Check | None = None,
 ) -> tuple[Value, bool]:
     """A value model likewise, and whether its head is new (a causal model has none: it starts at zero)."""
     model, missing = _load(AutoModelForSequenceClassification, path, dtype, allow_missing=("score.",), num_labels=1)
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ConfigError(
+            f"'{path}' ({type(model).__name__}) is no decoder with a linear head called 'score', the only kind of "
+            "value or reward model that can be loaded here; a reward model of another kind can be served: reward.url"
+        )
+    own = None
+    if check:
+        if missing:  # a head of zeros would hide what the rest computes
+            nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+        own = behaviour.own_scores(model.to(check.device), check.name)
+    value = Value(_packed(_prepare(model, gradient_checkpointing), path))
+    if check and own:
+        behaviour.check_scores(value, own, check.name)
+        value.to("cpu")
     if missing:
-        nn.init.zeros_(model.score.weight)
-    return Value(_prepare(model, gradient_checkpointing)), bool(missing)
+        for parameter in model.score.parameters():
+            nn.init.zeros_(parameter)
+    return value, bool(missing)
 
 
 def _load(
-    kind: Any, path: str, dtype: torch.dtype, allow_missing: tuple[str, ...] | None = None, **options: Any
-) -> Any:
+    kind: Any, path: str, dtype: torch.dtype, allow_missing: tuple[str, ...] = (), **options: Any
+) -> tuple[Any, list[str]]:
+    """The model, and names of missing weights, which all begin as ``allow_missing`` says."""
     try:
         model, info = kind.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.register(), output_loading_info=True, **options
+            path, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"'{path}' cannot be loaded as {kind.__name__}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # OSError, ValueError, a KeyError of a configuration, SafetensorError, …
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"'{path}' cannot be loaded as {kind.__name__}: {type(error).__name__}: {said:.300}"
+        ) from error
     missing = sorted(info["missing_keys"])
-    if (
-        unexpected := [name for name in missing if not name.startswith(allow_missing or ())]
-        if allow_missing
-        else missing
-    ):
-        raise ConfigError(f"'{path}' lacks weights of {kind.__name__}: {', '.join(unexpected[:4])}")
-    return model if allow_missing is None else (model, missing)
+    lost = [name for name in missing if not allow_missing or not name.startswith(allow_missing)]
+    if lost:
+        raise ConfigError(f"'{path}' lacks weights of {kind.__name__}: {', '.join(lost[:4])}")
+    return model, missing
+
+
+def _packed(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Has the model attend inside each sequence of a packed row."""
+    try:
+        model.set_attn_implementation(attention.register())
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"'{path}' ({type(model).__name__}) cannot be trained here: its attention cannot be replaced by one for "
+            f"packed sequences ({said:.160})"
+        ) from error
+    return model
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:

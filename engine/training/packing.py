@@ -80,15 +80,16 @@ def microbatches(samples: Sequence[Sample], units: Tensor, budget: int, world: W
     rows = units.tolist()
     groups = fill([sum(samples[i].length for i in row) for row in rows], budget)
     chosen = [[i for unit in group for i in rows[unit]] for group in groups]
-    batches = [_pack([samples[i] for i in indices], indices, world.device) for indices in chosen]
+    batches = [pack([samples[i] for i in indices], indices, world.device) for indices in chosen]
     missing = int(world.max(len(groups))) - len(groups)
-    return batches + [_pack([_PLACEHOLDER] * units.shape[1], [], world.device) for _ in range(missing)]
+    return batches + [pack([_PLACEHOLDER] * units.shape[1], [], world.device) for _ in range(missing)]
 
 
 _PLACEHOLDER = Sample(index=-1, group_id=-1, prompt_ids=[0], response_ids=[0])
 
 
-def _pack(chosen: Sequence[Sample], indices: list[int], device: torch.device) -> Microbatch:
+def pack(chosen: Sequence[Sample], indices: list[int], device: torch.device) -> Microbatch:
+    """One pass over the given samples; ``indices`` say which of a rank's they are, none for a placeholder."""
     ids = [token for sample in chosen for token in (*sample.prompt_ids, *sample.response_ids)]
     lengths = torch.tensor([sample.length for sample in chosen])
     prompts = torch.tensor([len(sample.prompt_ids) for sample in chosen])

@@ -8,7 +8,7 @@ from functools import cache
 
 from transformers import AutoModelForCausalLM
 
-from engine import build, cli, data, distributed, loop, split
+from engine import build, cli, distributed, loop, preflight, split
 from engine.config import Config
 from engine.distributed import World
 from engine.generation.base import Generator
@@ -50,9 +50,14 @@ def config(model: str, folder: str, backend: str, algo: str, staleness: int) -> 
 
 
 @cache
+def inputs(model: str, folder: str, backend: str) -> preflight.Inputs:
+    return preflight.read(config(model, folder, backend, "rloo", 0))
+
+
+@cache
 def engine(backend: str, world: World, model: str, folder: str) -> Generator:
     """One sampler for all runs with this backend: an engine takes longer to start than they take."""
-    return build.sampler(config(model, folder, backend, "rloo", 0), world, model)[0]
+    return build.sampler(inputs(model, folder, backend), config(model, folder, backend, "rloo", 0), world, model)[0]
 
 
 def sampler(config: Config, world: World, model: str) -> tuple[Generator, Source]:
@@ -60,9 +65,8 @@ def sampler(config: Config, world: World, model: str) -> tuple[Generator, Source
     start = AutoModelForCausalLM.from_pretrained(model).named_parameters()
     generator.renew(((name, parameter.detach()) for name, parameter in start), 0)
     generator.close = lambda: None  # type: ignore[method-assign]
-    tokenizer = data.load_tokenizer(model)
-    prompts, held_out, _ = data.load(config, tokenizer)
-    return generator, Source(config, tokenizer, prompts, held_out, rank=world.rank, size=world.size)
+    read = inputs(model, config.output_dir, config.generation.backend)
+    return generator, Source(config, read.tokenizer, read.prompts, read.held_out, rank=world.rank, size=world.size)
 
 
 def main(model: str, folder: str, *backends: str) -> None:
@@ -75,7 +79,7 @@ def main(model: str, folder: str, *backends: str) -> None:
                     if world.generates:
                         split.generate(one, world, sampler)
                     else:
-                        loop.train(one, None, world)
+                        loop.train(one, inputs(model, folder, backend), None, world)
 
 
 if __name__ == "__main__":

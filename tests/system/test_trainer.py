@@ -308,7 +308,8 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: str, world: World) -
 @pytest.mark.parametrize("planned", [False, True])
 def test_the_plan_says_whether_activations_are_recomputed(tiny_model: str, world: World, planned: bool) -> None:
     config = trainer(tiny_model, world).config.model_copy(update={"algo": "ppo"})
-    built = build._trainer(config, tiny_model, world, planned, print)
+    loaded = build.load_models(config, tiny_model, world, checkpointing=planned, say=print)
+    built = Trainer(config, world, policy=loaded.policy, reference=loaded.reference, value=loaded.value)
     for engine in built.engines.values():
         assert engine.module.model.is_gradient_checkpointing == planned
     built.recompute_activations()
