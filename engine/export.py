@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder. All of it but the weights is tried at start, so that it cannot fail at the end."""
+"""The policy as a Hugging Face folder. All but its weights is tried at start, so that it cannot fail at the end."""
 
 from __future__ import annotations
 

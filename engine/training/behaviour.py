@@ -112,7 +112,8 @@ def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str)
     if leak:
         raise ConfigError(
             f"{kind}: what it computes for a sequence depends on the other sequences in a packed row, because its "
-            "layers ignore where a sequence begins; take a model whose attention transformers' attention interface can replace"
+            "layers ignore where a sequence begins; take a model whose attention transformers' attention interface can "
+            "replace"
         )
     gap = float((values - torch.cat(own.values)).abs().mean()) / own.spread
     if not gap <= LIMITS[next(model.parameters()).dtype]:
