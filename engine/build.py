@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine import memory
+from engine import digest, memory
 from engine.budget import Side
 from engine.colocation import Colocation
 from engine.config import Config
@@ -25,6 +25,8 @@ from engine.training.trainer import Trainer
 from engine.turns import Alternating, Overlapping, Turns
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from engine.generation.shared_weights import SharedWeights
 
 PROBE_PROMPTS = 4
@@ -45,6 +47,8 @@ class Models:
     policy: models.Policy
     reference: models.Policy | None
     value: models.Value | None
+    digests: dict[str, str]
+    """Of those that a setting names, by the setting; the same on every rank."""
 
 
 def load_models(config: Config, path: str, world: World, *, checkpointing: bool, say: Callable[[str], None]) -> Models:
@@ -64,6 +68,7 @@ def load_models(config: Config, path: str, world: World, *, checkpointing: bool,
 
     with _announced("Loading the models to train", "Loaded them", world, say):
         policy = models.load_policy(path, checkpointing, dtype, check("model.path", path))
+        digests = {"model.path": _digest(policy.model, world)}  # before adapters change its names
         if config.lora.rank:
             lora.add_adapters(policy.model, config.lora, config.seed)
         reference = None
@@ -71,13 +76,22 @@ def load_models(config: Config, path: str, world: World, *, checkpointing: bool,
             other = config.model.reference_path
             compared = check("model.reference_path", other) if other else None  # else it is the policy
             reference = models.load_policy(other or path, dtype=dtype, check=compared)
+            if other:
+                digests["model.reference_path"] = _digest(reference.model, world)
         value = None
         if config.algo == "ppo":
             value_path = config.model.value_path or path
             value, new_head = models.load_value(value_path, checkpointing, dtype, check("model.value_path", value_path))
             if new_head:
                 say(f"The value model starts from {value_path} with a new head, at zero")
-    return Models(policy, reference, value)
+            if config.model.value_path:
+                digests["model.value_path"] = _digest(value.model, world)
+    return Models(policy, reference, value, digests)
+
+
+def _digest(model: PreTrainedModel, world: World) -> str:
+    """Rank 0's digest of a model, on all ranks."""
+    return str(world.broadcast(digest.of_model(model) if world.main else None))
 
 
 def turns(

@@ -73,12 +73,18 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings = Path(path) / "tokenizer_config.json"
-    declared = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
-    plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
-        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {str(error).splitlines()[0]}") from error
+        declared = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else ""
+        plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, …, and the tokenizers library raises Exception itself
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            raise ConfigError(
+                f"{key}: the tokenizer of '{path}' brings code of its own (auto_map in tokenizer_config.json), and "
+                "Tandem runs none: take a model with a tokenizer that transformers has built in"
+            ) from error
+        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {type(error).__name__}: {said:.200}") from error
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:

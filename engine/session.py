@@ -29,7 +29,7 @@ from engine import (
     state,
 )
 from engine.budget import Side
-from engine.config import Config
+from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.preflight import Inputs
 from engine.report.closing import closing_lines
@@ -67,8 +67,21 @@ class Start:
         plans = build.memory_plans(config, world)
         path = config.model.path or bootstrap.starting_checkpoint(config, world, say)
         models = build.load_models(config, path, world, checkpointing=plans["train"].checkpointing, say=say)
+        if config.resume:
+            _check_base(Path(config.resume), models.digests)
         export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")
         return cls(plans, rewards.load(config, world), path, models)
+
+
+def _check_base(run_dir: Path, digests: dict[str, str]) -> None:
+    """Raises ConfigError where a run's checkpoint was trained from other weights than those that were loaded now."""
+    checkpoint = state.newest(run_dir)
+    before = state.read(checkpoint).base_models if checkpoint else {}
+    for key, found in digests.items():
+        if before.get(key, found) != found:
+            raise ConfigError(
+                f"resume: {key} holds other weights than when {run_dir} began: put the first ones back, or start anew"
+            )
 
 
 class Session:
@@ -104,7 +117,9 @@ class Session:
         self._meter = device_memory.Meter(world.device)
 
         ranks = world.size + config.generating_ranks
-        self.state = state.OnlineTrainerState(kl_coef=config.kl.coef, world_size=ranks)
+        self.state = state.OnlineTrainerState(
+            kl_coef=config.kl.coef, world_size=ranks, base_models=start.models.digests
+        )
         if config.resume and (checkpoint := state.newest(run_dir)):
             self._turns.rest()
             self._turns.take_back()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,8 @@ class OnlineTrainerState:
     tokens: int = 0
     """Prompt and response tokens trained on, over all ranks."""
     world_size: int = 1
+    base_models: dict[str, str] = field(default_factory=dict)
+    """Digests of the models that training began with, by the setting that named them."""
 
 
 def newest(run_dir: Path) -> Path | None:

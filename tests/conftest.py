@@ -20,6 +20,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             os.environ.pop("TRITON_INTERPRET", None)
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process write no curves.png, which takes half of a short run's time; test_runs has them drawn."""
+    from engine.report import figures
+
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs fast tests first, and skips GPU tests where there is no GPU."""
     items.sort(key=lambda item: ("/system/" in str(item.path)) + 2 * ("slow" in item.keywords))

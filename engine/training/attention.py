@@ -8,7 +8,8 @@ scaled-dot-product attention as one batch row a sequence. Models reach it throug
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,22 @@ def _spread(states: Tensor, packed: Layout, sequences: int) -> Tensor:
     """[N, heads, D] to [S, heads, longest, D]; the grid's unused places are zero and come after every real token."""
     grid = states.new_zeros(sequences * packed.longest, *states.shape[1:]).index_copy(0, packed.slots, states)
     return grid.unflatten(0, (sequences, packed.longest)).transpose(1, 2)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """A list that gets longer with every call of the packed attention inside."""
+    calls: list[int] = []
+
+    def counting(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        calls.append(len(calls))
+        return packed_attention(*args, **kwargs)
+
+    AttentionInterface.register(NAME, counting)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(NAME, packed_attention)
 
 
 def register() -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.sample import Sample
+from engine.training import attention
 from engine.training.packing import Microbatch, pack
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def _logits(model: PreTrainedModel, samples: Sequence[Sample], name: str) -> lis
 def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str) -> None:
     kind = f"{name} ({type(model).__name__}) cannot be trained here"
     try:
-        values, leak = _packed_values(model, run, own)
+        with attention.counted() as calls:
+            values, leak = _packed_values(model, run, own)
     except Exception as error:
         raise ConfigError(f"{kind}: its forward pass does not take packed sequences: {_said(error)}") from error
     if leak:
@@ -114,6 +116,11 @@ def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str)
             f"{kind}: what it computes for a sequence depends on the other sequences in a packed row, because its "
             "layers ignore where a sequence begins; take a model whose attention transformers' attention interface can "
             "replace"
+        )
+    if not calls:
+        raise ConfigError(
+            f"{kind}: it has attention of its own, which may have no place for a packed row; take a model whose "
+            "attention transformers' attention interface can replace"
         )
     gap = float((values - torch.cat(own.values)).abs().mean()) / own.spread
     if not gap <= LIMITS[next(model.parameters()).dtype]:
