@@ -241,7 +241,6 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("stdin_is_terminal", [False, True])
 @pytest.mark.parametrize("fault", FOLDERS)
 def test_a_faulty_folder_is_refused_before_weights_load(
     tmp_path: Path,
@@ -249,12 +248,11 @@ def test_a_faulty_folder_is_refused_before_weights_load(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
-    stdin_is_terminal: bool,
 ) -> None:
-    """And nobody is asked anything."""
+    """And nobody is asked anything, though somebody is there."""
     spoil, needle = FOLDERS[fault]
     spoil(model)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: stdin_is_terminal, raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     said = refused(capsys, tmp_path, run(tmp_path, model))
