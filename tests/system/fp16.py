@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels
 from engine import experience, weights
 from engine.distributed import World
 from engine.training import models, zero
 from engine.training.trainer import Trainer, Update
 from tests.system import updates
-
 
 SMALL = 1e-5
 """A factor on rewards (for pairs on beta), and so on gradients, below which fp16 has no numbers left for most."""
@@ -95,3 +95,41 @@ def check_overflow(path: str, stage: int, world: World) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(one).items())
     assert zero.loss_scale(one.policy) < scale
     assert rates == pytest.approx([rates[0], rates[0] * 3 / 4, rates[0] * 2 / 4])
+
+
+SCALE = 2.0**16
+"""DeepSpeed's first loss scale."""
+
+
+def check_head(device: str, rows: int, width: int, vocabulary: int, size: float, backend: str | None = None) -> None:
+    """Where fp32's gradients of the head have a value, fp16's have one, if the scale is in the rows' weights.
+
+    ``size`` is of an advantage. Multiplied onto the loss, as the scale used to be, it comes too late for many.
+    """
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width, device=device, dtype=torch.float16)
+    weight = (0.02 * torch.randn(vocabulary, width, device=device)).half()
+    targets = torch.randint(vocabulary, (rows,), device=device)
+    advantages = size * torch.randn(rows, device=device)
+    share = torch.full((rows,), 1.0 / rows, device=device)
+
+    def gradients(dtype: torch.dtype, inside: float, outside: float) -> tuple[Tensor, Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        found = kernels.linear_policy_loss(
+            *leaves, targets, advantages=advantages, token_weights=share * inside, loss="reinforce", backend=backend
+        )
+        (found.loss / inside * inside * outside).backward()
+        dhidden, dweight = (leaf.grad.float() / (inside * outside) for leaf in leaves if leaf.grad is not None)
+        return dhidden, dweight
+
+    def lost(got: Tensor, want: Tensor) -> float:
+        return float(((got == 0) & (want != 0)).sum() / (want != 0).sum())
+
+    exact = gradients(torch.float32, 1.0, 1.0)
+    first, late = gradients(torch.float16, SCALE, 1.0), gradients(torch.float16, 1.0, SCALE)
+    losses = []
+    for got, after, want in zip(first, late, exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-3
+        assert lost(got, want) < 1e-4
+        losses.append(lost(after, want))
+    assert min(losses) > 1e-3, f"these inputs are none that the scale matters for: {losses}"
