@@ -114,7 +114,7 @@ def check_head(device: str, rows: int, width: int, vocabulary: int, size: float,
     share = torch.full((rows,), 1.0 / rows, device=device)
 
     def gradients(dtype: torch.dtype, inside: float, outside: float) -> tuple[Tensor, Tensor]:
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
         found = kernels.linear_policy_loss(
             *leaves, targets, advantages=advantages, token_weights=share * inside, loss="reinforce", backend=backend
         )

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_head_loses_no_gradient(backend: str) -> None:
-    fp16.check_head("cpu", 128, 64, 1000, 1e-4, backend)
+    fp16.check_head("cpu", 128, 64, 1000, 1e-3, backend)
 
 
 @needs_fp16
