@@ -148,9 +148,8 @@ def test_ppo_whitening_of_a_batch_that_differs_by_rounding() -> None:
 @pytest.mark.parametrize("algo,score", [("grpo", 12345.678), ("rloo", 0.1), ("online_dpo", 12345.678)])
 def test_a_run_of_equal_rewards_moves_nothing(tmp_path: Path, algo: str, score: float) -> None:
     model = users.model_folder(tmp_path / "model")
-    (tmp_path / "reward.py").write_text(
-        f"def score(completions, **columns):\n    return [{score} for _ in completions]\n"
-    )
+    reward = f"def score(completions, **columns):\n    return [{score} for _ in completions]\n"
+    (tmp_path / "reward.py").write_text(reward)
     options = ["--algo", algo, "--rollout.samples_per_prompt", "7", "--train.learning_rate", "0.1"]
     assert run.main(users.arguments(tmp_path, model, *options, "--kl.coef", "0")) == 0
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "runs/run/model/model.safetensors")
