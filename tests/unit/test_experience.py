@@ -69,7 +69,7 @@ def test_off_policy_metrics_by_hand() -> None:
 
 def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
     """One a response with RLOO's sequence ratio: the product over its tokens; none where the loss has none."""
-    samples = [Sample(0, 0, [1], response_ids=[2] * n, reward=1.0) for n in (4, 2, 1)]
+    samples = [Sample(0, 0, [1], response_ids=[2] * n, reward=1.0, policy_version=0) for n in (4, 2, 1)]
     behaviour = -torch.rand(7) - 1
     old = behaviour + torch.tensor([0.3] * 4 + [-0.2] * 2 + [0.5])
     stale = {"schedule": {"staleness": 1}}
