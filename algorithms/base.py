@@ -83,6 +83,26 @@ def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.zeros(len(lengths), dtype=tokens.dtype, device=tokens.device).index_add_(0, owner, tokens)
 
 
+def above_first(values: Tensor, group: Tensor) -> Tensor:
+    """[B] fp64, each value less that of its group's first member.
+
+    What groups are compared by starts from these: equal values are exactly 0 here, whatever their magnitude, while the
+    mean of equal fp32 values is seldom the value itself.
+
+    Args:
+        values: [B], a group's members side by side.
+        group: [B] int64, counting from 0, the place of each member's group.
+    """
+    wide = values.double()
+    first = torch.searchsorted(group, torch.arange(int(group[-1]) + 1 if len(group) else 0, device=group.device))
+    return wide - wide[first][group]
+
+
+def group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[groups] sums of the values of each group's members."""
+    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
+
+
 def kl_tokens(rollout: Rollout) -> Tensor:
     """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference."""
     if rollout.ref_logprobs is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, Reduce, Rollout, every_response, global_mean
+from algorithms.base import Objective, Reduce, Rollout, above_first, every_response, global_mean, group_sums
 
 EPSILON = 1e-4
 """Added to a group's standard deviation, in units of score."""
@@ -32,15 +32,15 @@ def objective(
 
 
 def group_normalised(scores: Tensor, group_ids: Tensor, scale: bool) -> Tensor:
-    """[B] each score less its group's mean and, with ``scale``, over its standard deviation (of a sample, n - 1)."""
+    """[B] fp32, each score less its group's mean and, with ``scale``, over its standard deviation (of a sample, n - 1).
+
+    Equal scores give exactly 0, at any magnitude.
+    """
     _, group = torch.unique_consecutive(group_ids, return_inverse=True)
     size = torch.bincount(group)
-
-    def by_group(values: Tensor) -> Tensor:
-        return torch.zeros(len(size), dtype=values.dtype, device=values.device).index_add_(0, group, values)
-
-    distance = scores - (by_group(scores) / size)[group]
-    if not scale:
-        return distance
-    deviation = (by_group(distance.square()) / (size - 1).clamp(min=1)).sqrt()
-    return distance / (deviation[group] + EPSILON)
+    above = above_first(scores, group)
+    distance = above - (group_sums(above, group, len(size)) / size)[group]
+    if scale:
+        deviation = (group_sums(distance.square(), group, len(size)) / (size - 1).clamp(min=1)).sqrt()
+        distance = distance / (deviation[group] + EPSILON)
+    return distance.float()

@@ -13,6 +13,9 @@ from torch import Tensor
 import kernels
 from algorithms.base import Objective, Reduce, Rollout, every_response, kl_tokens
 
+ROUNDING = 2.0**-18
+"""What fp32 sums over a few thousand tokens may be off by, relative to their magnitude: 64 times fp32's rounding."""
+
 
 def objective(
     rollout: Rollout,
@@ -30,7 +33,8 @@ def objective(
         rollout: needs ``values``, and ``end_values`` with ``bootstrap_truncated``.
         kl_coef: beta, per nat.
         gamma, lam: discount and GAE's lambda, per token.
-        whiten_advantages: to mean 0 and variance 1 over the response tokens of the rollout batch on all ranks.
+        whiten_advantages: to mean 0 and variance 1 over the response tokens of the rollout batch on all ranks; to
+            zeros where they vary by rounding alone.
         bootstrap_truncated: end responses that were cut off with the value model's estimate instead of 0.
         reduce: sums over ranks.
     """
@@ -43,9 +47,10 @@ def objective(
     advantages, returns = kernels.gae(
         rewards, rollout.values, rollout.cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap
     )
+    magnitudes = torch.maximum(rollout.values.abs(), returns.abs())
     return Objective(
         units=every_response(rollout),
-        advantages=whiten(advantages, reduce) if whiten_advantages else advantages,
+        advantages=whiten(advantages, reduce, magnitudes) if whiten_advantages else advantages,
         returns=returns,
         normalise="token",
         loss={"loss": "clip", "ratio": "token"},
@@ -60,13 +65,27 @@ def token_rewards(rollout: Rollout, kl_coef: float) -> Tensor:
     return rewards
 
 
-def whiten(values: Tensor, reduce: Reduce) -> Tensor:
-    """Shifts and scales [T] values to mean 0 and variance 1 over every rank's elements."""
+def whiten(values: Tensor, reduce: Reduce, magnitudes: Tensor | None = None) -> Tensor:
+    """Shifts and scales values to mean 0 and variance 1 over every rank's elements; zeros where they do not vary.
+
+    They do not vary where their standard deviation is within ``ROUNDING`` of their magnitude: scaled to 1, that would
+    be a direction made of rounding errors.
+
+    Args:
+        values: [T] fp32.
+        reduce: sums over ranks.
+        magnitudes: [T] fp32, of the numbers that each value is a difference of, which its rounding error goes by.
+            Default: the value's own.
+    """
     wide = values.double()
-    count, total = reduce(torch.stack([torch.full_like(wide.sum(), wide.numel()), wide.sum()]))
-    mean = total / count
-    variance = reduce((wide - mean).square().sum()) / count
-    return ((wide - mean) * torch.rsqrt(variance + 1e-8)).to(values.dtype)
+    squares = (wide if magnitudes is None else magnitudes.double()).square()
+    sums = [torch.full_like(wide.sum(), wide.numel()), wide.sum(), squares.sum()]
+    count, total, square = reduce(torch.stack(sums))
+    count = count.clamp(min=1)
+    centred = wide - total / count
+    variance = reduce(centred.square().sum()) / count
+    varies = variance > ROUNDING**2 * square / count
+    return torch.where(varies, centred * torch.rsqrt(variance + 1e-8), 0.0).to(values.dtype)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -85,19 +104,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def explained_variance(values: Tensor, returns: Tensor, reduce: Reduce) -> float:
-    """1 - Var(returns - values) / Var(returns), over every rank's tokens; 0 where returns do not vary."""
+    """1 - Var(returns - values) / Var(returns), over every rank's tokens; 0 where returns vary by rounding alone."""
     error, wide = (returns - values).double(), returns.double()
-    count, *sums = reduce(
-        torch.stack(
-            [
-                torch.full_like(wide.sum(), wide.numel()),
-                error.sum(),
-                error.square().sum(),
-                wide.sum(),
-                wide.square().sum(),
-            ]
-        )
-    )
-    error_mean, error_square, mean, square = (s / count for s in sums)
-    variance = square - mean.square()
-    return float(1 - (error_square - error_mean.square()) / variance) if variance > 1e-12 else 0.0
+    count, *totals = reduce(torch.stack([torch.full_like(wide.sum(), wide.numel()), error.sum(), wide.sum()]))
+    count = count.clamp(min=1)
+    error_mean, mean = (total / count for total in totals)
+    squares = reduce(torch.stack([(error - error_mean).square().sum(), (wide - mean).square().sum()]))
+    error_variance, variance = (squares / count).tolist()
+    return 1 - error_variance / variance if variance > (ROUNDING * float(mean)) ** 2 else 0.0

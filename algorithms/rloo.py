@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, Reduce, Rollout, every_response, global_mean, kl_tokens, sequence_sums
+from algorithms.base import (
+    Objective,
+    Reduce,
+    Rollout,
+    above_first,
+    every_response,
+    global_mean,
+    group_sums,
+    kl_tokens,
+    sequence_sums,
+)
 
 
 def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -> Objective:
@@ -14,7 +24,8 @@ def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -
     The return is score - beta * sum of kl_t. With ``ratio="sequence"`` one clipped ratio serves a response, the product
     over its tokens, and the loss is the mean over responses; with ``"token"`` the loss is the mean over tokens.
     """
-    returns = rollout.scores - kl_coef * sequence_sums(kl_tokens(rollout), rollout.cu_seqlens)
+    # In fp64: beside a large score an fp32 sum would round the penalty.
+    returns = rollout.scores.double() - kl_coef * sequence_sums(kl_tokens(rollout).double(), rollout.cu_seqlens)
     advantages = leave_one_out(returns, rollout.group_ids)
     return Objective(
         units=every_response(rollout),
@@ -26,9 +37,12 @@ def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -
 
 
 def leave_one_out(returns: Tensor, group_ids: Tensor) -> Tensor:
-    """[B] each return less the mean of the others in its group; every group has at least two members."""
+    """[B] fp32, each return less the mean of the others in its group; every group has at least two members.
+
+    Equal returns give exactly 0, at any magnitude.
+    """
     _, group = torch.unique_consecutive(group_ids, return_inverse=True)
     size = torch.bincount(group)
-    total = torch.zeros(len(size), dtype=returns.dtype, device=returns.device).index_add_(0, group, returns)
-    others = (total[group] - returns) / (size[group] - 1)
-    return returns - others
+    above = above_first(returns, group)
+    others = (group_sums(above, group, len(size))[group] - above) / (size[group] - 1)
+    return (above - others).float()

@@ -163,6 +163,11 @@ class Rollout(Section):
     missing_eos_reward: float | None = Field(
         None, description="Replaces the reward of a response cut off by its length. Default: nothing"
     )
+    max_skipped_batches: Annotated[int, Field(ge=0)] = Field(
+        10,
+        description="Rollout batches in a row that may have no response to train on, for want of scores: each counts "
+        "as a step that changes no weight. One more ends the run; 0 allows none",
+    )
 
 
 class Generation(Section):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from algorithms import bok, grpo, online_dpo, ppo, rloo
-from algorithms.base import Objective, Rollout, global_mean, kl_tokens, sequence_sums
+from algorithms.base import Objective, Rollout, every_response, global_mean, kl_tokens, sequence_sums
 from engine.config import Config
 from engine.distributed import World
-from engine.rewards import RewardError
 from engine.sample import Sample
 from kernels.coefficients import LOG_RATIO_LIMIT
 
@@ -54,21 +53,11 @@ def corrects(config: Config) -> bool:
     return not same_numerics(config) or config.schedule.staleness > 0 if chosen is None else chosen
 
 
-def usable(samples: Sequence[Sample], config: Config, world: World) -> list[Sample]:
-    """The samples that a reward was found for, of groups with as many of them as the algorithm compares.
-
-    Raises:
-        RewardError: there is none on any rank.
-    """
+def usable(samples: Sequence[Sample], config: Config) -> list[Sample]:
+    """The samples that a reward was found for, of groups with as many of them as the algorithm compares."""
     scored = [sample for sample in samples if sample.reward is not None]
     members = Counter(sample.group_id for sample in scored)
-    kept = [sample for sample in scored if members[sample.group_id] >= config.least_group]
-    if not world.max(len(kept)):
-        raise RewardError(
-            f"{len(scored)} of {len(samples)} responses of a rollout batch got a reward, and no group has the "
-            f"{config.least_group} that {config.algo} needs: nothing is left to train on"
-        )
-    return kept
+    return [sample for sample in scored if members[sample.group_id] >= config.least_group]
 
 
 def behaviour_logprobs(samples: Sequence[Sample]) -> Tensor:
@@ -95,7 +84,12 @@ def rollout(
 
 
 def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) -> Objective:
-    """The algorithm's objective on a rollout batch, with the off-policy correction where the run has one."""
+    """The algorithm's objective on a rollout batch, with the off-policy correction where the run has one.
+
+    Where no rank has a response there is nothing to train on and nothing to measure.
+    """
+    if not world.max(len(rollout.scores)):
+        return Objective(units=every_response(rollout), normalise="token", loss={})
     if config.algo == "ppo":
         result = ppo.objective(
             rollout,
@@ -129,18 +123,26 @@ def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) ->
 def off_policy_metrics(
     config: Config, samples: Sequence[Sample], old: Tensor, behaviour: Tensor, version: int, world: World
 ) -> dict[str, float]:
-    """How old the samples are, and how far the policy has moved from the one that drew them, over all tokens.
+    """How old the samples are, and the importance weights that the loss gives them.
+
+    The weights are those before ``off_policy.cap``: one a token or, with RLOO's sequence ratio, one a response. A loss
+    that is not corrected has none of them, and neither has a batch of which no rank has a response.
 
     Args:
-        old, behaviour: [T] fp32, nats; the ratios are those of the importance weights, before ``off_policy.cap``. An
-            algorithm without a ratio has none of them.
+        old, behaviour: [T] fp32, nats.
         version: updates the policy has seen.
     """
+    if not world.max(len(samples)):
+        return {}
     age = torch.tensor([float(version - sample.policy_version) for sample in samples])
     staleness = {"off_policy/staleness": global_mean(age, world.sum)}
-    if samplers_values_serve(config):
+    if not corrects(config):
         return staleness
-    ratio = (old - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    log_ratio = old - behaviour
+    if config.algo == "rloo" and config.rloo.ratio == "sequence":
+        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
+        log_ratio = sequence_sums(log_ratio, lengths.cumsum(0))
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return staleness | {
         "off_policy/ratio_mean": global_mean(ratio, world.sum),
         "off_policy/ratio_max": world.max(max(ratio.tolist(), default=0.0)),
@@ -151,8 +153,10 @@ def off_policy_metrics(
 def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified: bool) -> dict[str, float]:
     """What a rollout batch looks like, over all ranks: rewards, lengths, distance to the reference.
 
-    ``verified``: scores are 0 or 1, and their mean an accuracy.
+    ``verified``: scores are 0 or 1, and their mean an accuracy. Nothing where no rank has a response.
     """
+    if not world.max(len(samples)):
+        return {}
     lengths = rollout.lengths.float()
     result = {
         "reward/mean": global_mean(rollout.scores, world.sum),

@@ -32,12 +32,15 @@ from engine.budget import Side
 from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.preflight import Inputs
+from engine.report import records
 from engine.report.closing import closing_lines
 from engine.report.output import Output
 from engine.report.recorder import Recorder
+from engine.rewards import RewardError
 from engine.sample import Sample
 from engine.source import Source
 from engine.summary import summary
+from engine.training import zero
 from engine.training.trainer import Trainer
 
 
@@ -124,6 +127,8 @@ class Session:
             self._turns.rest()
             self._turns.take_back()
             self.state = state.load(checkpoint, self.trainer, world)
+            if jump := zero.jump(self.trainer.apply_settings(), self.state.learning_rates):
+                self.note(jump)
             # Rank 0 writes the folder's configuration anew later on, perhaps before another rank has read it.
             if world.broadcast(cli.load_run(run_dir).kl != config.kl if world.main else None):
                 # New settings: what the controller had reached is of the old ones.
@@ -133,7 +138,7 @@ class Session:
             self._turns.resume(state.in_flight(checkpoint, world), self.state.step, self.state.cursor)
             self.say(f"Resumed from {checkpoint}")
         self._cursor = self.state.cursor
-        self._drawn = 0
+        self._sampled: list[Sample] = []
         self._evaluated = False
         self._metric: float | None = None  # of the last evaluation
         self._clock = self._step_started = time.perf_counter()
@@ -169,6 +174,11 @@ class Session:
         if self._recorder:
             self._recorder.message(text)
 
+    def note(self, text: str) -> None:
+        """The same for what the report must tell as well."""
+        if self._recorder:
+            self._recorder.note(self.state.step + 1, text)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step and shows it as the one in progress. Not collective."""
@@ -191,10 +201,44 @@ class Session:
         return batch.samples
 
     def score(self, samples: list[Sample]) -> list[Sample]:
-        """Gives the samples their rewards; those that can be trained on."""
+        """Gives the samples their rewards; those that can be trained on.
+
+        Raises:
+            RewardError: a source failed, or too many rollout batches in a row have nothing to train on.
+        """
         self.scorer.score(samples)
-        self._drawn, self._given = len(samples), rewards.means(samples, self.config, self.world.sum)
-        return experience.usable(samples, self.config, self.world)
+        self._sampled, self._given = samples, rewards.means(samples, self.config, self.world.sum)
+        kept = experience.usable(samples, self.config)
+        if self.world.max(len(kept)):
+            self.state.skipped = 0
+        else:
+            self._skip()
+            self._given = {}  # a source that gave nothing has no mean
+        return kept
+
+    def _skip(self) -> None:
+        """Counts a rollout batch without a response to train on, and says so.
+
+        Raises:
+            RewardError: there have been more of them in a row than ``rollout.max_skipped_batches``.
+        """
+        config, allowed = self.config, self.config.rollout.max_skipped_batches
+        self.state.skipped += 1
+        rewarded = sum(one.reward is not None for one in self._sampled)
+        scored, drawn = self.world.sum(torch.tensor([rewarded, len(self._sampled)])).tolist()
+        what = f"{scored} of {drawn} responses got a reward"
+        if scored:
+            what += f", and no prompt has the {config.least_group} that {config.algo} compares"
+        if self.state.skipped > allowed:
+            raise RewardError(
+                f"step {self.state.step + 1}: nothing to train on, for {self.state.skipped} rollout batches in a row "
+                f"({what}), and rollout.max_skipped_batches allows {allowed}: see in {records.SAMPLES} which responses "
+                "the reward gives no score"
+            )
+        self.say(
+            f"Step {self.state.step + 1} trains on nothing: {what} "
+            f"({self.state.skipped} in a row, of {allowed} by rollout.max_skipped_batches)"
+        )
 
     def rest(self) -> None:
         """Gives the sampler's turn to the trainer."""
@@ -222,7 +266,7 @@ class Session:
         seconds = time.perf_counter() - self._step_started
         tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
         metrics = experience.metrics(samples, batch, world, config.has_verifier) | self._given | metrics
-        trained = world.sum(torch.tensor([len(samples), self._drawn], dtype=torch.float64))
+        trained = world.sum(torch.tensor([len(samples), len(self._sampled)], dtype=torch.float64))
         metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
         behaviour = experience.behaviour_logprobs(samples)
         assert batch.old_logprobs is not None
@@ -231,7 +275,7 @@ class Session:
         )
         if config.kl.coef and config.has_policy_ratio:
             metrics["kl/coef"] = current.kl_coef
-        if config.kl.target is not None:
+        if config.kl.target is not None and "kl/ref_mean" in metrics:
             current.kl_coef = kl_control.adapted(
                 current.kl_coef, metrics["kl/ref_mean"], config.kl.target, config.kl.horizon, config.episodes_per_step
             )
@@ -240,6 +284,7 @@ class Session:
         current.cursor = self._cursor
         current.seconds += self._lap()
         current.tokens += tokens
+        current.learning_rates |= self.trainer.last_rates
         metrics |= {
             "progress/episode": current.episode,
             "progress/epoch": self._source.epochs(current.cursor),
@@ -252,7 +297,8 @@ class Session:
         self._phases.clear()
         if self._recorder:
             self._recorder.step(current.step, metrics)
-            self._recorder.samples(current.step, [_row(one) for one in samples[: config.save.samples_per_step]])
+            shown = (samples or self._sampled)[: config.save.samples_per_step]
+            self._recorder.samples(current.step, [_row(one) for one in shown])
 
     def evaluate(self) -> None:
         """Responses to the held-out prompts by the newest weights, if it is time; the best policy so far is kept."""

@@ -40,6 +40,10 @@ class OnlineTrainerState:
     """Time spent training, evaluations and checkpoints included, by earlier processes too."""
     tokens: int = 0
     """Prompt and response tokens trained on, over all ranks."""
+    skipped: int = 0
+    """Rollout batches in a row, up to the last, that had no response to train on."""
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    """Of each model, in its last planned optimizer step."""
     world_size: int = 1
     base_models: dict[str, str] = field(default_factory=dict)
     """Digests of the models that training began with, by the setting that named them."""
@@ -92,7 +96,10 @@ def save(
 
 
 def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState:
-    """Restores weights, optimizers, schedules and random generators; gives the state. Collective."""
+    """Restores weights, optimizers, schedules and random generators; gives the state. Collective.
+
+    Learning rates and optimizer settings are then those of the checkpoint (``Trainer.apply_settings``).
+    """
     import torch
 
     for name, engine in trainer.engines.items():
@@ -100,7 +107,6 @@ def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState
         path, _ = engine.load_checkpoint(str(checkpoint), tag=name, load_module_strict=whole)
         if path is None:
             raise FileNotFoundError(f"{checkpoint} holds no '{name}'")
-    trainer.apply_settings()
     _restore_random(torch.load(checkpoint / f"random-{world.rank}.pt", weights_only=False))
     return read(checkpoint)
 

@@ -65,7 +65,7 @@ def _heading(run: RunFiles) -> str:
 
 
 def _banner(run: RunFiles) -> str:
-    """What a reader must know before the numbers: a crash, an unfinished run, values that were not finite."""
+    """What a reader must know before the numbers: a crash, an unfinished run, notes, values that were not finite."""
     banners = []
     if run.crash:
         what, _, trace = run.crash.partition("\n\n")
@@ -79,6 +79,10 @@ def _banner(run: RunFiles) -> str:
             '<div class="banner">This run has no summary: it was still going when this page was made, or it was killed.'
             "</div>"
         )
+    banners += [
+        f'<div class="banner"><strong>From step {note["step"]} on:</strong> {escape(str(note["note"]))}</div>'
+        for note in run.notes
+    ]
     lost = [
         f"{escape(name)} at {len(steps)} step{'s' if len(steps) > 1 else ''} (first: {steps[0]})"
         for name, steps in run.not_finite().items()

@@ -31,7 +31,7 @@ class Recorder:
         self._failed_phase: str | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
         metrics_path, samples_path = run_dir / records.METRICS, run_dir / records.SAMPLES
-        for path in (metrics_path, samples_path):
+        for path in (metrics_path, samples_path, run_dir / records.NOTES):
             if start_step > 0:
                 records.rewind(path, start_step)
             else:
@@ -108,6 +108,12 @@ class Recorder:
     def message(self, text: str) -> None:
         """Say something to whoever is watching."""
         self._display.message(text)
+
+    def note(self, step: int, text: str) -> None:
+        """Say something that the report must tell too; ``step`` is the first one that it is about."""
+        self.message(text)
+        with records.append_to(self.run_dir / records.NOTES) as file:
+            file.write(records.json_line({"step": step, "note": text}) + "\n")
 
     def close(self, summary: dict[str, Any] | None = None, error: BaseException | None = None) -> None:
         """End the run: the display first, then the files, then the report, also when ``error`` ended it."""

@@ -12,6 +12,7 @@ import yaml
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+NOTES = "notes.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 CRASH = "crash.txt"
@@ -94,6 +95,7 @@ class RunFiles:
     last_samples: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     crash: str = ""
+    notes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def algo(self) -> str:
@@ -144,6 +146,7 @@ def load_run(run_dir: Path) -> RunFiles:
         last_samples=last,
         summary=_mapping(_text(run_dir / SUMMARY), json.loads, ValueError),
         crash=_text(run_dir / CRASH),
+        notes=[record for record in read_lines(run_dir / NOTES) if record.get("note")],
     )
 
 

@@ -56,6 +56,8 @@ class Trainer:
             if network is not None and world.device.type == "cuda" and liger.patch(network.model):
                 residual.patch(network.model)
         steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
+        self.last_rates: dict[str, float] = {}
+        """Learning rate of each model's last planned optimizer step."""
         self._rates = {"policy": config.train.learning_rate}
         self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
         self.policy = zero.build(
@@ -102,10 +104,15 @@ class Trainer:
         for states in self._states:
             states.reload()
 
-    def apply_settings(self) -> None:
-        """Puts the configuration's learning rates and optimizer settings in place of a loaded checkpoint's."""
-        for name, engine in self.engines.items():
-            zero.apply_settings(engine, self.config, self._rates[name])
+    def apply_settings(self) -> dict[str, zero.Rates]:
+        """Puts the configuration's learning rates and optimizer settings in place of a loaded checkpoint's.
+
+        Returns:
+            for each model, what that makes of the next learning rate.
+        """
+        return {
+            name: zero.apply_settings(engine, self.config, self._rates[name]) for name, engine in self.engines.items()
+        }
 
     def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample], temperature: float | None = None) -> Tensor:
         """[T] fp32 log-probabilities, in nats, of every response token under a policy.
@@ -164,7 +171,8 @@ class Trainer:
     ) -> Update:
         """One update on a rollout batch: epochs, minibatches (optimizer steps), microbatches.
 
-        A minibatch that has nothing to train on, on no rank, makes no optimizer step.
+        A minibatch that has nothing to train on, on no rank, makes no optimizer step; the schedule, which counts
+        planned ones, advances all the same.
 
         Args:
             samples: this rank's samples.
@@ -184,7 +192,8 @@ class Trainer:
         train, averages = self.config.train, Averages(self.world)
         store = TokenStore(samples)
         sampler, old = tokens.get("sampler_logprobs"), tokens.get("old_logprobs")
-        if self.world.max(any(sample.policy_version != version for sample in samples)):  # a rank may have none
+        ages = [version - sample.policy_version for sample in samples]
+        if self.world.max(max(ages, default=-1)) != 0:  # some are older, or no rank has any
             sampler = None
         recomputed = experience.recomputes_old(self.config)
         assert old is not None or not recomputed, "several optimizer steps, or rewards, need the old policy's values"
@@ -196,6 +205,7 @@ class Trainer:
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
                 tokens = tokens | {name: vector}
+        trained = {name: engine for name, engine in self.engines.items() if train_policy or name != "policy"}
         for engine in self.engines.values():
             engine.train()
         for epoch in range(train.epochs_per_batch):
@@ -207,6 +217,9 @@ class Trainer:
                 batches = microbatches(samples, units, train.tokens_per_microbatch, self.world)
                 weights = self._normalised(batches, objective.normalise)
                 if weights is None:
+                    for name, engine in trained.items():
+                        self._note_rate(engine, name, averages)
+                        zero.advance(engine)
                     continue
                 losses, seen = [], []
                 for batch, weight in zip(batches, weights, strict=True):
@@ -230,9 +243,8 @@ class Trainer:
                     unfilled = None
                 if train_policy:
                     averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
-                    self._step(self.policy, "policy", averages)
-                if self.value is not None:
-                    self._step(self.value, "value", averages)
+                for name, engine in trained.items():
+                    self._step(engine, name, averages)
         return Update(averages.means(), own if old is None else None)
 
     def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor] | None:
@@ -263,13 +275,15 @@ class Trainer:
         averages: Averages,
     ) -> tuple[Tensor, Tensor]:
         old, counts = row.get("old_logprobs"), batch.counts
+        scale = zero.loss_scale(self.policy)  # before the kernels round the head's gradients
+        weight = weight * scale
         if objective.normalise == "pair":
             arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
         else:
             arguments = self._policy_arguments(weight, row, objective.loss)
         arguments["cu_seqlens"] = batch.cu_seqlens
         outputs = self.policy(batch, arguments, **self._head_options)
-        self.policy.backward(outputs[0], scale_wrt_gas=False)
+        zero.backward(self.policy, outputs[0])
         rows = len(batch.rows) * counts
         if objective.normalise == "pair":
             loss, logprobs, chosen, rejected, margins, entropy = outputs
@@ -287,7 +301,7 @@ class Trainer:
         k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
         averages.add("policy/kl_old", k3.sum() * counts, rows)
         averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
-        return loss.detach(), logprobs
+        return loss.detach() / scale, logprobs
 
     def _policy_arguments(self, weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any]) -> dict[str, Any]:
         """What ``kernels.linear_policy_loss`` takes: its constants and the microbatch's rows."""
@@ -311,7 +325,8 @@ class Trainer:
         assert self.value is not None
         values, _ = self.value(batch)
         losses, clipped = ppo.value_loss(values, row["old_values"], row["returns"], self.config.ppo.value_clip)
-        self.value.backward(self.config.ppo.value_coef * (losses * weight).sum(), scale_wrt_gas=False)
+        loss = self.config.ppo.value_coef * (losses * weight).sum()
+        zero.backward(self.value, loss * zero.loss_scale(self.value))
         rows = len(batch.rows) * batch.counts
         averages.add("value/loss", losses.sum() * batch.counts, rows)
         averages.add("value/clip_fraction", clipped.sum() * batch.counts, rows)
@@ -334,10 +349,12 @@ class Trainer:
         averages.add_equal("weights/logprob_gap_p999", gap.p999)
 
     def _step(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
-        rate = engine.get_lr()[0]
+        self._note_rate(engine, name, averages)
         if self.world.device.type == "cuda":
             # A step's few large tensors do not fit the blocks that PyTorch keeps of the passes' many smaller ones.
             torch.cuda.empty_cache()
-        engine.step()
-        averages.add_equal(f"{name}/grad_norm", float(engine.get_global_grad_norm() or 0.0))
-        averages.add_equal(f"{name}/lr", rate)
+        averages.add_equal(f"{name}/grad_norm", zero.step(engine))
+
+    def _note_rate(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
+        self.last_rates[name] = float(engine.get_lr()[0])
+        averages.add_equal(f"{name}/lr", self.last_rates[name])

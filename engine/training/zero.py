@@ -6,14 +6,17 @@ import contextlib
 import io
 import logging
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import set_z3_leaf_module
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import Config
@@ -40,7 +43,7 @@ def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
 
 
 def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps: int) -> DeepSpeedEngine:
-    """A trained model as a DeepSpeed engine with AdamW and the run's schedule, which counts optimizer steps.
+    """A trained model as a DeepSpeed engine with AdamW and the run's schedule, which counts planned optimizer steps.
 
     Gradients accumulate over any number of ``backward`` calls until ``step``; DeepSpeed averages them over ranks.
     """
@@ -97,9 +100,58 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": group} for group in groups if group]
 
 
-def apply_settings(engine: DeepSpeedEngine, config: Config, learning_rate: float) -> None:
+def loss_scale(engine: DeepSpeedEngine) -> float:
+    """What the optimizer divides gradients by: in fp16 DeepSpeed's current loss scale, a power of two; else 1."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def backward(engine: DeepSpeedEngine, scaled_loss: Tensor) -> None:
+    """The backward pass of a loss that has been multiplied by ``loss_scale`` already.
+
+    The loss kernels make the head's gradients in their forward pass and round them to the model's numbers there: in
+    fp16 many would be lost if the scale came afterwards. DeepSpeed multiplies by it once more (under ZeRO-1 to 3; under
+    ZeRO-0, where the optimizer divides all the same, it does not), so that it is divided out first. Both are exact.
+    """
+    multiplied = loss_scale(engine) if isinstance(engine.optimizer, ZeROOptimizer) else 1.0
+    engine.backward(scaled_loss / multiplied, scale_wrt_gas=False)
+
+
+def step(engine: DeepSpeedEngine) -> float:
+    """A planned optimizer step; gives the global gradient norm.
+
+    Where gradients overflow in fp16, DeepSpeed leaves weights and optimizer as they are and lowers the loss scale. The
+    schedule advances all the same: it counts planned steps.
+    """
+    scale, scheduler = loss_scale(engine), engine.lr_scheduler
+    advanced = scheduler.last_epoch + 1
+    engine.step()
+    if scheduler.last_epoch != advanced:
+        advance(engine)
+    norm = float(engine.get_global_grad_norm() or 0.0)
+    # ZeRO-0's optimizer for fp16 leaves the norm as it was before the division.
+    return norm / scale if isinstance(engine.optimizer, FP16_UnfusedOptimizer) else norm
+
+
+def advance(engine: DeepSpeedEngine) -> None:
+    """Advances the schedule by a planned optimizer step that is not made."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first optimizer step
+        engine.lr_scheduler.step()
+
+
+class Rates(NamedTuple):
+    """An engine's learning rate for its next optimizer step."""
+
+    planned: float
+    """By the settings that the checkpoint was written with."""
+    next: float
+    """By this run's."""
+
+
+def apply_settings(engine: DeepSpeedEngine, config: Config, learning_rate: float) -> Rates:
     """Gives an engine that was loaded from a checkpoint the learning rate and AdamW settings of this configuration."""
     scheduler, train = engine.lr_scheduler, config.train
+    planned = float(scheduler.get_last_lr()[0])
     scheduler.base_lrs = [learning_rate] * len(scheduler.base_lrs)
     rate = learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
     scheduler._last_lr = [rate] * len(scheduler.base_lrs)
@@ -111,6 +163,24 @@ def apply_settings(engine: DeepSpeedEngine, config: Config, learning_rate: float
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
         )
+    return Rates(planned, rate)
+
+
+def jump(rates: dict[str, Rates], last: dict[str, float]) -> str | None:
+    """One line for the models whose next learning rate is not the one that the checkpoint's settings would give.
+
+    Args:
+        rates: by model.
+        last: of the last planned optimizer step before the checkpoint, by model; a model may have had none.
+    """
+    changed = [
+        f"{name} {last[name]:.4g} before, {rate.next:.4g} next ({rate.planned:.4g} by the checkpoint's settings)"
+        if name in last
+        else f"{name} {rate.next:.4g} first ({rate.planned:.4g} by the checkpoint's settings)"
+        for name, rate in rates.items()
+        if not math.isclose(rate.planned, rate.next, rel_tol=1e-6)
+    ]
+    return f"Learning rate changed by resuming with other settings: {'; '.join(changed)}" if changed else None
 
 
 def _clip_and_measure(optimizer: torch.optim.Optimizer, max_norm: float) -> None:

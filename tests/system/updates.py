@@ -119,7 +119,7 @@ class Updates:
         trainer, world = self.trainer, self.world
         trainer.config = config(algo, **sections)
         trainer.value = self.value if algo == "ppo" else None
-        samples = experience.usable(samples, trainer.config, world)
+        samples = experience.usable(samples, trainer.config)
         drifts = [drift(sample) for sample in samples]
         old = None
         if not own_old:

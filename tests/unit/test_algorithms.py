@@ -249,3 +249,8 @@ def test_learning_rate_schedule_counts_optimizer_steps() -> None:
     assert [factor(i) for i in range(8)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
     assert learning_rate_factor("constant", 0, 6)(5) == 1.0
     assert learning_rate_factor("cosine", 0, 6)(3) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_adaptive_kl_stays_where_nothing_was_measured(kl: float) -> None:
+    assert kl_control.adapted(0.5, kl, target=6.0, horizon=1000, episodes=100) == 0.5

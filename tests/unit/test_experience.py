@@ -8,8 +8,8 @@ from engine import experience
 from engine.cli import validate
 from engine.config import Config
 from engine.distributed import World
-from engine.rewards import RewardError
 from engine.sample import Sample
+from kernels.coefficients import PolicySpec, Rows, row_coefficients
 
 
 class Alone(World):
@@ -40,12 +40,7 @@ def sample(group: int, reward: float | None, version: int = 0) -> Sample:
 )
 def test_dropped_samples_leave_groups_that_can_be_compared(algo: str, kept: list[int]) -> None:
     samples = [sample(0, 1.0), sample(0, 0.0), sample(1, None), sample(1, 1.0), sample(2, 0.5), sample(2, None)]
-    assert [one.group_id for one in experience.usable(samples, config(algo=algo), ALONE)] == kept
-
-
-def test_a_batch_of_dropped_samples_is_an_error() -> None:
-    with pytest.raises(RewardError, match=r"1 of 3 responses .* no group has the 2 that rloo needs"):
-        experience.usable([sample(0, None), sample(0, 1.0), sample(1, None)], config(algo="rloo"), ALONE)
+    assert [one.group_id for one in experience.usable(samples, config(algo=algo))] == kept
 
 
 def test_held_out_metrics_by_prompt() -> None:
@@ -70,6 +65,38 @@ def test_off_policy_metrics_by_hand() -> None:
     assert found["off_policy/capped_fraction"] == pytest.approx(2 / 3)
     of_pairs = config(algo="online_dpo", schedule={"staleness": 1})
     assert experience.off_policy_metrics(of_pairs, samples, old, behaviour, 5, ALONE) == {"off_policy/staleness": 1.5}
+
+
+def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
+    """One a response with RLOO's sequence ratio: the product over its tokens; none where the loss has none."""
+    samples = [Sample(0, 0, [1], response_ids=[2] * n, reward=1.0, policy_version=0) for n in (4, 2, 1)]
+    behaviour = -torch.rand(7) - 1
+    old = behaviour + torch.tensor([0.3] * 4 + [-0.2] * 2 + [0.5])
+    stale = {"schedule": {"staleness": 1}}
+    ratios = np.exp([1.2, -0.4, 0.5])
+    found = experience.off_policy_metrics(config(algo="rloo", **stale), samples, old, behaviour, 0, ALONE)
+    assert found["off_policy/ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert found["off_policy/ratio_max"] == pytest.approx(ratios.max(), rel=1e-5)
+    assert found["off_policy/capped_fraction"] == pytest.approx(1 / 3)
+    sums = torch.stack([part.sum() for part in (old - behaviour).split([4, 2, 1])])
+    spec = PolicySpec("clip", 0.2, 0.2, 0.0, "k3", 0.0, 2.0, "sequence")
+    rows = Rows(torch.ones(7).bool(), torch.ones(7), -torch.ones(7), old, None, behaviour, torch.tensor([4, 2, 1]))
+    losses = row_coefficients(spec, old, torch.zeros(7), rows).loss[[0, 4, 6]]
+    torch.testing.assert_close(losses, sums.exp().clamp(max=2.0), msg="of an advantage of -1 and the ratio 1")
+    by_token = config(algo="rloo", rloo={"ratio": "token"}, **stale)
+    found = experience.off_policy_metrics(by_token, samples, old, behaviour, 0, ALONE)
+    assert found["off_policy/ratio_mean"] == pytest.approx(np.exp([0.3] * 4 + [-0.2] * 2 + [0.5]).mean(), rel=1e-5)
+    off = config(algo="rloo", model={"dtype": "bfloat16"}, off_policy={"correction": False})
+    assert experience.off_policy_metrics(off, samples, old, behaviour, 0, ALONE) == {"off_policy/staleness": 0.0}
+
+
+def test_a_batch_without_responses_has_no_metrics() -> None:
+    settings, nothing = config(algo="ppo", schedule={"staleness": 1}), torch.empty(0)
+    rollout = experience.rollout([], nothing, nothing, nothing, nothing)
+    assert experience.metrics([], rollout, ALONE, verified=True) == {}
+    assert experience.off_policy_metrics(settings, [], nothing, nothing, 1, ALONE) == {}
+    objective = experience.objective(settings, rollout, 0.1, ALONE)
+    assert len(objective.units) == 0 and objective.metrics == {}
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
