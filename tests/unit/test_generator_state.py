@@ -110,13 +110,6 @@ def test_sample_seeds_differ_by_run_step_and_sample() -> None:
     assert rollout.sample_seed(1, 2, 3) == rollout.sample_seed(1, 2, 3)
 
 
-def test_stop_tokens() -> None:
-    tokenizer = addition.tokenizer()
-    assert rollout.stop_token_ids(tokenizer, ["="]) == (tokenizer.eos_token_id, 14)
-    with pytest.raises(ConfigError, match="'1='"):
-        rollout.stop_token_ids(tokenizer, ["1="])
-
-
 class Allocator:
     """vLLM's, with 300 bytes of weights awake, and 500 and 200 bytes of KV cache asleep."""
 
