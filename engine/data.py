@@ -108,7 +108,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Promp
     vocabulary = vocabulary_size(config, tokenizer)
     stops = stop_token_ids(config, tokenizer, vocabulary)
     notes = [_ends_note(stops, tokenizer, config)]
-    reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops), vocabulary, notes)
+    reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
     if config.data.task is not None:
         from engine.tasks import addition
 
@@ -139,7 +139,6 @@ class _Reader:
 
     config: Config
     encoder: PromptEncoder
-    vocabulary: int
     notes: list[str]
 
     def prompts(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Prompt]:
@@ -188,11 +187,6 @@ class _Reader:
             raise ConfigError(
                 f"{row.place}, column '{column}': the prompt {row.columns[column]!r:.80} encodes to no token with this "
                 "tokenizer"
-            )
-        if max(encoded.ids) >= self.vocabulary:
-            raise ConfigError(
-                f"{row.place}, column '{column}': the token id {max(encoded.ids)} is beyond the model's "
-                f"{self.vocabulary} tokens"
             )
         return Prompt(encoded.ids, encoded.text, row.columns), encoded.held_control
 

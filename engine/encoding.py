@@ -50,8 +50,11 @@ class PromptEncoder:
     such names is encoded by a copy of it that does not know the names (it has private ones in their places).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Collection[int] = ()) -> None:
-        self._tokenizer, self._data = tokenizer, data
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Collection[int] = (), vocabulary: int | None = None
+    ) -> None:
+        """``ends`` are ids that end a response; ``vocabulary`` is how many tokens the model knows."""
+        self._tokenizer, self._data, self._vocabulary = tokenizer, data, vocabulary
         self._names = _control_tokens(tokenizer, ends)
         self._unknown = _unknown_token(tokenizer)
         self._ids = frozenset(self._names.values()) - {self._unknown}
@@ -77,7 +80,7 @@ class PromptEncoder:
         if isinstance(prompt, list) and all(type(one) is int for one in prompt):  # True is an int, too
             if any(one < 0 for one in prompt):
                 raise PromptError(f"the token id {min(prompt)} is negative")
-            return Encoded(list(prompt), self._in_words(prompt), False)
+            return self._encoded(list(prompt))
         wanted = "a prompt must be a string, chat messages or token ids"
         if isinstance(prompt, list):
             kinds = ", ".join(sorted({"null" if one is None else type(one).__name__ for one in prompt}))
@@ -96,14 +99,14 @@ class PromptEncoder:
             ids = list(self._blind.encode(text).ids)
             if self._has_control(self._inner(ids)):
                 raise PromptError(self._no_text(text))
-        return Encoded(ids, self._in_words(ids, plain=True), held)
+        return self._encoded(ids, plain=True, held_control=held)
 
     def _already_templated(self, text: str, ids: list[int]) -> Encoded:
         """The frame's front (a beginning of sequence) is not put before a text that begins with it."""
         front = len(self._front)
         if front and ids[front : 2 * front] == self._front and ids[:front] == self._front:
             ids = ids[front:]
-        return Encoded(ids, self._in_words(ids, plain=True), False)
+        return self._encoded(ids, plain=True)
 
     def _messages(self, messages: list[dict[str, Any]]) -> Encoded:
         if self._tokenizer.chat_template is None:
@@ -115,9 +118,9 @@ class PromptEncoder:
             raise PromptError(self._no_text(" ".join(texts)))
         if not names:
             ids = list(self._tokenizer(render(messages, self._tokenizer), add_special_tokens=False)["input_ids"])
-            return Encoded(ids, self._in_words(ids), False)
+            return self._encoded(ids)
         ids = self._with_names_as_text(messages, names, texts)
-        return Encoded(ids, self._in_words(ids), True)
+        return self._encoded(ids, held_control=True)
 
     def _with_names_as_text(self, messages: list[dict[str, Any]], names: list[str], texts: list[str]) -> list[int]:
         """Fills the template with stand-ins for ``names``, so that what is a control token's name then is its own."""
@@ -149,11 +152,14 @@ class PromptEncoder:
     def _inner(self, ids: list[int]) -> list[int]:
         return ids[len(self._front) : len(ids) - len(self._back)]
 
-    def _in_words(self, ids: list[int], plain: bool = False) -> str:
+    def _encoded(self, ids: list[int], plain: bool = False, held_control: bool = False) -> Encoded:
+        if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
+            raise PromptError(f"the token id {max(ids)} is beyond the model's {self._vocabulary} tokens")
         first = self._front or [self._tokenizer.bos_token_id]
         start = len(first) if ids[: len(first)] == first else 0
         end = len(ids) - len(self._back) if plain and self._back and ids[-len(self._back) :] == self._back else len(ids)
-        return str(self._tokenizer.decode(ids[start:end], skip_special_tokens=False))
+        text = str(self._tokenizer.decode(ids[start:end], skip_special_tokens=False))
+        return Encoded(ids, text, held_control)
 
     def _no_text(self, text: str) -> str:
         names = sorted(set(self._pattern.findall(text))) or [text]

@@ -116,7 +116,7 @@ def test_a_batch_larger_than_the_data_goes_into_the_next_epochs() -> None:
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2="}, {"prompt": "11+22="}]
     loaded, _, notes = data.load(config(tmp_path, rows, rollout={"max_prompt_tokens": 5}), addition.tokenizer())
-    assert len(loaded) == 1 and len(notes) == 1 and notes[0].startswith("1 training")
+    assert len(loaded) == 1 and [note for note in notes if note.startswith("1 training")]
 
 
 @pytest.mark.parametrize(

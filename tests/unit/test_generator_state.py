@@ -10,10 +10,8 @@ from typing import ClassVar
 import pytest
 
 from engine import rollout
-from engine.config import ConfigError
 from engine.generation import vllm_compat
 from engine.generation.base import Generator, Request, Response, Sampling, WrongStateError
-from engine.tasks import addition
 
 
 class Recorder(Generator):
