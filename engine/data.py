@@ -262,11 +262,12 @@ def _model_file(path: str, name: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     try:
-        file = (
-            Path(path) / name
-            if Path(path).is_dir()
-            else cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        )
+        file: str | Path | None = Path(path) / name
+        if not Path(
+            path
+        ).is_dir():  # one that is not in the cache and cannot be asked for is not there, as for the weights
+            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            file = cached_file(path, name, **absent)
         if file is None or not Path(file).is_file():
             return {}
         tree = json.loads(Path(file).read_text("utf-8"))
