@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import data_checks
+from engine import data_checks, model_folder
 from engine.config import Config, ConfigError
 from engine.data_files import Row
 from engine.encoding import PromptEncoder
@@ -196,13 +196,7 @@ def vocabulary_size(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
     path = config.model.path
     if path is None:
         return len(tokenizer)
-    from transformers import AutoConfig
-
-    try:
-        return int(AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size)
-    except Exception as error:  # whatever the reader of a configuration says
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model.path '{path}' has no configuration of a language model: {words:.300}") from error
+    return int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
 
 
 def stop_token_ids(

@@ -48,12 +48,14 @@ def test_a_row_that_is_no_prompt_is_one_line(
     rows = [{"prompt": "a b"}] * 12 + [bad]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert run.main(users.arguments(tmp_path, model, rows=rows)) == 2
+    assert not (tmp_path / "runs" / "run").exists()
     assert said.getvalue().count("\n") == 1 and all(needle in said.getvalue() for needle in ["data.jsonl", *needles])
 
 
 def test_a_wrong_column_names_those_of_the_file(model: Path, tmp_path: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert run.main(users.arguments(tmp_path, model, "--data.prompt_column", "typo")) == 2
+    assert not (tmp_path / "runs" / "run").exists()
     assert said.getvalue().count("\n") == 1 and "data.jsonl" in said.getvalue() and "prompt, answer" in said.getvalue()
 
 
