@@ -70,7 +70,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
         generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=512)
         world.barrier()
     examples = addition.problems("train")
-    stops = rollout.stop_token_ids(tokenizer, ())
+    stops = (int(tokenizer.eos_token_id),)
     order = random.Random(config.seed)
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):

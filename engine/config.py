@@ -83,12 +83,14 @@ class Data(Section):
     path: Path | None = Field(
         None,
         description="Prompts: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the package "
-        "datasets). Instead of data.task",
+        "datasets) or a folder laid out as one. Instead of data.task",
     )
     name: str | None = Field(
         None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"
     )
-    split: str = Field("train", description="Split of a Hugging Face data set to train on")
+    split: str = Field(
+        "train", description="Split of a Hugging Face data set to train on; a file has none, so leave it out there"
+    )
     eval_path: Path | None = Field(
         None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
     )
@@ -97,8 +99,16 @@ class Data(Section):
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
     )
+    eval_overlap: bool = Field(
+        False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
+    )
     chat_template: bool = Field(
         False, description="Wrap string prompts as a user message in the tokenizer's chat template"
+    )
+    templated: bool = Field(
+        False,
+        description="String prompts are in the model's template already: control tokens written in them count as such. "
+        "Default: they are text",
     )
     shuffle: bool = Field(True, description="New order of the prompts every epoch, drawn from the seed")
 
@@ -183,7 +193,9 @@ class Generation(Section):
         1.0, description="Must stay 1: truncated sampling biases the policy ratio by the probability mass it keeps"
     )
     stop_tokens: list[str] = Field(
-        default_factory=list, description="Further tokens that end a response, each one token of the tokenizer"
+        default_factory=list,
+        description="Further tokens that end a response, beside those that the model's files declare; each one token "
+        "of the tokenizer",
     )
     tensor_parallel: Positive = Field(1, description="Ranks that share one vLLM engine")
     max_batch: Positive = Field(256, description="Most responses sampled at a time on one rank")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from engine import data_checks
 from engine.config import Config, ConfigError
 
 
@@ -134,10 +135,7 @@ def _check_sampler(config: Config, world_size: int, device_type: str) -> None:
 
 def _check_sources(config: Config) -> None:
     data, reward = config.data, config.reward
-    if (data.task is None) == (data.path is None):
-        raise ConfigError("give prompts by exactly one of data.task and data.path")
-    if data.task is not None and data.chat_template:
-        raise ConfigError("data.chat_template: the prompts of an embedded task (data.task) are no chat messages")
+    data_checks.check(config)
     if data.task is None and config.model.path is None:
         raise ConfigError("model.path is missing: only an embedded task (data.task) has a starting model of its own")
     if data.task is None and not reward.sources:
@@ -157,15 +155,6 @@ def _check_sources(config: Config) -> None:
         module = reward.function.split(":")[0]
         if importlib.util.find_spec(module.split(".")[0]) is None:
             raise ConfigError(f"reward.function '{reward.function}': there is no module '{module}' to import")
-    for key, name, path in (("", data.name, data.path), ("eval_", data.eval_name, data.eval_path)):
-        if name is not None and (path is None or path.endswith((".jsonl", ".parquet"))):
-            raise ConfigError(
-                f"data.{key}name chooses a configuration of a Hugging Face data set, and data.{key}path is "
-                f"{'not given' if path is None else f'the file {path}'}: leave it out"
-            )
-    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if path is not None and (path.endswith((".jsonl", ".parquet")) or path.startswith((".", "/"))):
-            _must_exist(key, path)
     for key, path in (
         ("model.path", config.model.path),
         ("model.value_path", config.model.value_path),

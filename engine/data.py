@@ -1,15 +1,19 @@
-"""Prompts: loading, tokenizing, and shuffled epochs with a cursor that a checkpoint can hold."""
+"""Prompts and what ends a response: loading, and shuffled epochs with a cursor that a checkpoint can hold."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import data_checks, model_folder
 from engine.config import Config, ConfigError
+from engine.data_files import Row
+from engine.encoding import PromptEncoder
+from engine.templates import PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +25,9 @@ class Prompt:
 
     ids: list[int]
     text: str
+    """What the model sees in words: the ids decoded, special tokens included, without a beginning of sequence."""
     columns: dict[str, Any]
+    """The row, its prompt among it as it stands there."""
 
 
 class PromptStream:
@@ -69,6 +75,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
 
     Args:
         key: the setting that named it, for messages.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or it brings code of its own, which is never run.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -88,112 +97,184 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """Training prompts, held-out prompts, and notes for the person (how many were dropped, and why).
+    """Training prompts, held-out prompts, and notes for the person.
+
+    The notes say what ends a response, how many prompts were dropped or hold names of control tokens, and how many
+    held-out prompts are trained on.
 
     Raises:
-        ConfigError: unreadable file, missing column, or a prompt that encodes to nothing.
+        ConfigError: unreadable file, missing column, a prompt that cannot be used, or none left; names file and row.
     """
-    notes: list[str] = []
-    train = _encode(_rows(config, held_out=False), config, tokenizer, "training", notes)
-    held_out = _encode(_rows(config, held_out=True), config, tokenizer, "held-out", notes, config.eval.prompts)
+    vocabulary = vocabulary_size(config, tokenizer)
+    stops = stop_token_ids(config, tokenizer, vocabulary)
+    notes = [_ends_note(stops, tokenizer, config)]
+    reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
+    if config.data.task is not None:
+        from engine.tasks import addition
+
+        sources = [
+            [Row(f"data.task {config.data.task}", i, None, row) for i, row in enumerate(addition.problems(split))]
+            for split in ("train", "held_out")
+        ]
+        return (
+            reader.prompts(sources[0], "training"),
+            reader.prompts(sources[1], "held-out", config.eval.prompts),
+            notes,
+        )
+    train_origin, held_out_origin = data_checks.origins(config.data)
+    train = reader.prompts(train_origin.rows(), "training")
+    if held_out_origin is None:
+        return train, [], notes
+    held_out = reader.prompts(held_out_origin.rows(), "held-out", config.eval.prompts)
+    asked = {tuple(prompt.ids) for prompt in held_out}
+    trained = asked.intersection(tuple(prompt.ids) for prompt in train)
+    if shared := sum(tuple(prompt.ids) in trained for prompt in held_out):
+        notes.append(f"{shared} of {len(held_out)} held-out prompts are training prompts too, token for token")
     return train, held_out, notes
 
 
-def _rows(config: Config, held_out: bool) -> Iterator[dict[str, Any]]:
-    data = config.data
-    if data.task is not None:
-        from engine.tasks import addition
+@dataclass(slots=True)
+class _Reader:
+    """Turns rows into prompts, and notes what comes of them."""
 
-        yield from addition.problems("held_out" if held_out else "train")
-    elif held_out and data.eval_path is None and data.eval_split is None:
-        return
-    else:
-        path, name = (data.eval_path, data.eval_name) if held_out and data.eval_path else (data.path, data.name)
-        split = (data.eval_split or data.split) if held_out else data.split
-        assert path is not None
-        try:
-            yield from _read(path, name, split)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except Exception as error:  # whatever the reader of that format says
-            raise ConfigError(
-                f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from error
+    config: Config
+    encoder: PromptEncoder
+    notes: list[str]
 
-
-def _read(path: str, name: str | None, split: str) -> Iterator[dict[str, Any]]:
-    if path.endswith(".jsonl"):
-        with open(path, encoding="utf-8-sig", newline="\n") as file:  # JSON strings may hold other line separators
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ConfigError(f"line {number} must be an object with columns")
-                    yield row
-    elif path.endswith(".parquet"):
-        import pyarrow.parquet
-
-        yield from pyarrow.parquet.read_table(path).to_pylist()
-    else:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(
-                "neither a .jsonl nor a .parquet file; a Hugging Face data set needs: pip install datasets"
-            ) from None
-        yield from datasets.load_dataset(path, name, split=split)
-
-
-def _encode(
-    rows: Iterator[dict[str, Any]],
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: str,
-    notes: list[str],
-    limit: int | None = None,
-) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    too_long, column = 0, config.data.prompt_column
-    for number, row in enumerate(rows):
-        if limit is not None and len(prompts) == limit:
-            break
-        if column not in row:
-            raise ConfigError(
-                f"{kind} row {number} has no column '{column}' (data.prompt_column); it has {', '.join(row)}"
+    def prompts(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Prompt]:
+        """The usable prompts of a source, at most ``limit``; raises ``ConfigError`` if there is none."""
+        longest = self.config.rollout.max_prompt_tokens
+        prompts: list[Prompt] = []
+        too_long = held_control = seen = 0
+        for row in rows:
+            if limit is not None and len(prompts) == limit:
+                break
+            seen += 1
+            prompt, held = self._prompt(row, kind)
+            if len(prompt.ids) > longest:
+                too_long += 1
+                continue
+            prompts.append(prompt)
+            held_control += held
+        if not prompts:
+            why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})" if seen else "it has no rows"
+            source = self.config.data.task or self.config.data.path
+            if kind == "held-out":
+                source = self.config.data.eval_path or f"{source}, data.eval_split {self.config.data.eval_split}"
+            raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
+        if too_long:
+            self.notes.append(
+                f"{too_long} {kind} prompts were dropped: longer than rollout.max_prompt_tokens ({longest})"
             )
-        ids = encode_prompt(row[column], tokenizer, config.data.chat_template)
-        if not ids:
-            raise ConfigError(
-                f"{kind} row {number}: the prompt {row[column]!r} encodes to no token with this tokenizer"
+        if held_control:
+            self.notes.append(
+                f"{held_control} {kind} prompts hold names of control tokens in their text: they stay text, and do not "
+                "become control tokens"
             )
-        if len(ids) > config.rollout.max_prompt_tokens:
-            too_long += 1
-            continue
-        prompts.append(Prompt(ids, str(tokenizer.decode(ids, skip_special_tokens=True)), row))
-    if too_long:
-        notes.append(
-            f"{too_long} {kind} prompts were dropped: longer than rollout.max_prompt_tokens "
-            f"({config.rollout.max_prompt_tokens})"
-        )
-    return prompts
+        return prompts
+
+    def _prompt(self, row: Row, kind: str) -> tuple[Prompt, bool]:
+        """A row's prompt, and whether its text holds names of control tokens."""
+        column = self.config.data.prompt_column
+        if column not in row.columns:
+            names = ", ".join(row.columns) or "none"
+            raise ConfigError(f"{row.place}: {kind} data has no column '{column}' (data.prompt_column), but {names}")
+        try:
+            encoded = self.encoder.encode(row.columns[column])
+        except PromptError as error:
+            raise ConfigError(f"{row.place}, column '{column}': {error}") from error
+        if not encoded.ids:
+            raise ConfigError(
+                f"{row.place}, column '{column}': the prompt {row.columns[column]!r:.80} encodes to no token with this "
+                "tokenizer"
+            )
+        return Prompt(encoded.ids, encoded.text, row.columns), encoded.held_control
 
 
-def encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> list[int]:
-    """Token ids of a prompt: a string, a list of chat messages, or token ids as they are.
+def vocabulary_size(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the policy's vocabulary, from its configuration; of the embedded task's model, its tokenizer's."""
+    path = config.model.path
+    if path is None:
+        return len(tokenizer)
+    return int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
 
-    A chat template writes the beginning-of-sequence token itself, so the tokenizer does not add a second one.
+
+def stop_token_ids(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+) -> tuple[int, ...]:
+    """Ids that end a response: those that the model's files declare, the tokenizer's and ``generation.stop_tokens``.
+
+    The files are ``generation_config.json`` and ``config.json`` (``text_config`` in it too), whose ``eos_token_id`` may
+    be one id or a list of them.
+
+    Args:
+        vocabulary: tokens that the model can give; by default read from its configuration.
+
+    Raises:
+        ConfigError: no id, an id beyond the vocabulary, or a stop token that is not exactly one token.
     """
-    if isinstance(prompt, str) and chat_template:
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-        return list(prompt)
-    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        if tokenizer.chat_template is None:
-            raise ConfigError("chat messages need a tokenizer with a chat template; this one has none")
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    raise ConfigError(
-        f"a prompt must be a string, chat messages or token ids, not {type(prompt).__name__}: {prompt!r:.80}"
-    )
+    vocabulary = vocabulary_size(config, tokenizer) if vocabulary is None else vocabulary
+    declared: list[tuple[str, Any]] = []
+    path = config.model.path
+    if path is not None:
+        for file in ("generation_config.json", "config.json"):
+            tree = _model_file(path, file)
+            nested = tree.get("text_config")
+            for part, prefix in ((tree, ""), (nested if isinstance(nested, dict) else {}, "text_config.")):
+                declared.append((f"{prefix}eos_token_id in {file} of model.path '{path}'", part.get("eos_token_id")))
+    declared.append((f"the tokenizer of model.path '{path}': its end of sequence", tokenizer.eos_token_id))
+    ids: list[int] = []
+    for where, value in declared:
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(one) is not int or one < 0:
+                raise ConfigError(f"{where} is {value!r}: it must be a token id or a list of them")
+            if one >= vocabulary:
+                raise ConfigError(
+                    f"{where} is {one}, beyond the model's {vocabulary} tokens: it could never end a response"
+                )
+            ids.append(one)
+    ids += [_stop_token(text, tokenizer, vocabulary) for text in config.generation.stop_tokens]
+    return tuple(dict.fromkeys(ids))
+
+
+def _stop_token(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if len(encoded) != 1:
+        raise ConfigError(f"generation.stop_tokens: {text!r} is {len(encoded)} tokens, must be one")
+    if encoded[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
+        raise ConfigError(f"generation.stop_tokens: {text!r} is no token of this tokenizer")
+    if encoded[0] >= vocabulary:
+        raise ConfigError(
+            f"generation.stop_tokens: {text!r} has the id {encoded[0]}, beyond the model's {vocabulary} tokens: it "
+            "could never end a response"
+        )
+    return int(encoded[0])
+
+
+def _model_file(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder or of a model on the hub; an empty object where there is none."""
+    from transformers.utils import cached_file
+
+    try:
+        file: str | Path | None = Path(path) / name
+        if not Path(
+            path
+        ).is_dir():  # one that is not in the cache and cannot be asked for is not there, as for the weights
+            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            file = cached_file(path, name, **absent)
+        if file is None or not Path(file).is_file():
+            return {}
+        tree = json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path '{path}': {name} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"model.path '{path}': {name} must be an object, not {tree!r:.80}")
+    return tree
+
+
+def _ends_note(stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: Config) -> str:
+    length = f"rollout.max_response_tokens ({config.rollout.max_response_tokens})"
+    if not stops:
+        return f"No token ends a response, only {length}: the model's files and generation.stop_tokens name none"
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stops)
+    return f"Responses end with {names}, or are cut off by {length}"

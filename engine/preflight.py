@@ -48,8 +48,6 @@ def read(config: Config) -> Inputs:
     else:
         tokenizer = data.load_tokenizer(config.model.path)
     prompts, held_out, notes = data.load(config, tokenizer)
-    if not prompts:
-        raise ConfigError("no prompt is left to train on: data is empty, or rollout.max_prompt_tokens is too small")
     inputs = Inputs(tokenizer, prompts, held_out, notes)
     for key, (path, shape) in models.items():
         _check_positions(config, key, path, shape, inputs.longest_prompt)

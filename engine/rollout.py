@@ -55,20 +55,3 @@ def sample(
         one.finish_reason, one.policy_version = response.finish_reason, generator.version
         one.response_text = str(tokenizer.decode(response.token_ids, skip_special_tokens=True))
     return samples
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str]) -> tuple[int, ...]:
-    """Ids of the end-of-sequence token and of ``generation.stop_tokens``.
-
-    Raises:
-        ConfigError: a stop token is not exactly one token.
-    """
-    from engine.config import ConfigError
-
-    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    for text in extra:
-        encoded = tokenizer.encode(text, add_special_tokens=False)
-        if len(encoded) != 1:
-            raise ConfigError(f"generation.stop_tokens: {text!r} is {len(encoded)} tokens, must be one")
-        ids.append(encoded[0])
-    return tuple(dict.fromkeys(ids))

@@ -22,7 +22,7 @@ NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
     "lora.alpha", "lora.target_modules", "data.task", "data.path", "data.name", "data.split", "data.shuffle",
-    "data.prompt_column", "data.chat_template", "rollout.max_prompt_tokens", "train.zero_stage",
+    "data.prompt_column", "data.chat_template", "data.templated", "rollout.max_prompt_tokens", "train.zero_stage",
     "train.epochs_per_batch", "train.minibatches_per_batch", "schedule.placement", "schedule.staleness",
     "schedule.generators",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine import rollout
+from engine import data, rollout
 from engine.config import Config
 from engine.data import Prompt, PromptStream
 from engine.generation.base import Generator, Sampling
@@ -50,7 +50,7 @@ class Source:
         self._config, self._tokenizer, self._held_out = config, tokenizer, held_out
         self._rank, self._size, self._count = rank, size, len(prompts)
         self._stream = PromptStream(list(prompts), config.seed, config.data.shuffle)
-        self._stops = rollout.stop_token_ids(tokenizer, config.generation.stop_tokens)
+        self._stops = data.stop_token_ids(config, tokenizer)
 
     def epochs(self, cursor: int) -> float:
         """Passes over the data when so many prompts have been taken."""

@@ -10,10 +10,8 @@ from typing import ClassVar
 import pytest
 
 from engine import rollout
-from engine.config import ConfigError
 from engine.generation import vllm_compat
 from engine.generation.base import Generator, Request, Response, Sampling, WrongStateError
-from engine.tasks import addition
 
 
 class Recorder(Generator):
@@ -108,13 +106,6 @@ def test_sample_seeds_differ_by_run_step_and_sample() -> None:
     seeds = {rollout.sample_seed(seed, step, i) for seed in range(3) for step in range(4) for i in range(50)}
     assert len(seeds) == 600 and all(0 <= seed < 2**63 for seed in seeds)
     assert rollout.sample_seed(1, 2, 3) == rollout.sample_seed(1, 2, 3)
-
-
-def test_stop_tokens() -> None:
-    tokenizer = addition.tokenizer()
-    assert rollout.stop_token_ids(tokenizer, ["="]) == (tokenizer.eos_token_id, 14)
-    with pytest.raises(ConfigError, match="'1='"):
-        rollout.stop_token_ids(tokenizer, ["1="])
 
 
 class Allocator:

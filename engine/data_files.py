@@ -1,0 +1,276 @@
+"""Where rows come from: local files, folders laid out as a Hugging Face data set, and data sets of the hub.
+
+Finding them reads no row and imports nothing heavy, so that what cannot work is refused by settings alone.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from engine.config import ConfigError
+
+ACCEPTED = "a .jsonl or .parquet file, or the name of a Hugging Face data set"
+HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+SUFFIXES = (".jsonl", ".parquet")
+"""Of the files that are read, in lower or upper case."""
+OTHER_FILES = re.compile(
+    r"\.(json|ndjson|jsonlines|csv|tsv|txt|arrow|feather|orc|pq|pkl|npy|npz|yaml|yml|xlsx?|db|tar|tgz|zip|gz|bz2|xz|zst)$",
+    re.IGNORECASE,
+)
+"""Names that only a file can have."""
+
+
+class Row(NamedTuple):
+    """A row of a data set and where it stands, for messages."""
+
+    source: str
+    number: int
+    """Counted from 0."""
+    line: int | None
+    """Counted from 1, in a .jsonl file."""
+    columns: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        if self.line is None:
+            return f"{self.source} row {self.number} (counted from 0)"
+        return f"{self.source} line {self.line} (row {self.number} counted from 0)"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Rows that a setting names: local files, or where there are none a data set of the hub."""
+
+    path: str
+    name: str | None
+    split: str
+    files: tuple[str, ...] = ()
+
+    def overlaps(self, other: Origin) -> bool:
+        """True if the two share a file, or are the same split of the same data set of the hub."""
+        if self.files or other.files:
+            return any(os.path.samefile(one, another) for one in self.files for another in other.files)
+        return (self.path, self.name, self.split) == (other.path, other.name, other.split)
+
+    def rows(self) -> Iterator[Row]:
+        """All rows; within a column, a key whose value is null is left out.
+
+        Parquet gives every object of a column the keys of all of them, null where they are absent, and cannot tell the
+        one from the other; so no format does. For the same reason every row has all columns of its source.
+
+        Raises:
+            ConfigError: unreadable, no such split, or a line that is no row; names file and line.
+        """
+        rows = [row for one in self.files for row in _file_rows(one)] if self.files else list(self._hub_rows())
+        names = dict.fromkeys(name for row in rows for name in row.columns)
+        if len(self.files) > 1:
+            _check_agreement(rows)
+        for row in rows:
+            yield row._replace(columns={name: _without_nulls(row.columns.get(name)) for name in names})
+
+    def _hub_rows(self) -> Iterator[Row]:
+        try:
+            import datasets
+
+            for number, columns in enumerate(datasets.load_dataset(self.path, self.name, split=self.split)):
+                yield Row(f"{self.path} ({self.split})", number, None, dict(columns))
+        except Exception as error:  # whatever the package or the hub says
+            raise ConfigError(f"{self.path} cannot be read: {_said(error)}") from error
+
+
+def locate(key: str, path: str, name: str | None, split: str | None) -> Origin:
+    """What a path setting names: what exists here is never taken for a data set of the hub.
+
+    Args:
+        key: ``data.path`` or ``data.eval_path``, for messages.
+        split: None stands for ``train``.
+
+    Raises:
+        ConfigError: nothing is there, or nothing that can be read.
+    """
+    place = os.path.expanduser(path)
+    if os.path.isdir(place):
+        return _folder(key, path, place, name, split or "train")
+    if os.path.lexists(place):
+        _check_file(key, path, place)
+        return Origin(path, None, "train", (place,))
+    if (
+        not HUB_NAME.fullmatch(path)
+        or path.lower().endswith(SUFFIXES)
+        or OTHER_FILES.search(path)
+        or path.startswith(("~", "."))
+    ):
+        raise ConfigError(f"{key}: there is no '{path}' (it must be {ACCEPTED})")
+    return Origin(path, name, split or "train")
+
+
+def is_file(path: str) -> bool:
+    """True for a path of a single local file, which has neither configurations nor splits."""
+    place = os.path.expanduser(path)
+    return not os.path.isdir(place) and (os.path.lexists(place) or path.lower().endswith(SUFFIXES))
+
+
+def _check_file(key: str, path: str, place: str) -> None:
+    if not os.path.exists(place):
+        raise ConfigError(f"{key}: '{path}' is a link to something that is not there")
+    if not os.path.isfile(place):
+        raise ConfigError(f"{key}: '{path}' is no regular file, and it is read more than once: write it to one")
+    if not path.lower().endswith(SUFFIXES):
+        raise ConfigError(f"{key}: '{path}' is neither .jsonl nor .parquet: convert it; {key} must be {ACCEPTED}")
+    if not os.access(place, os.R_OK):
+        raise ConfigError(f"{key}: '{path}' may not be read by this user: change its permissions")
+    if os.path.getsize(place) == 0:
+        raise ConfigError(f"{key}: '{path}' is empty")
+
+
+def _folder(key: str, path: str, place: str, name: str | None, split: str) -> Origin:
+    """The files of one split of a folder whose README.md says, as on the hub, which files it consists of."""
+    content = set(os.listdir(place)) if os.access(place, os.R_OK | os.X_OK) else set()
+    if "dataset_dict.json" in content or {"dataset_info.json", "state.json"} <= content:
+        raise ConfigError(
+            f"{key}: '{path}' was written by Dataset.save_to_disk: export it with Dataset.to_parquet or to_json "
+            f"(lines); {key} must be {ACCEPTED}"
+        )
+    configurations = _configurations(key, path, Path(place) / "README.md")
+    names = ", ".join(f"'{one}'" for one in configurations)
+    if not configurations:
+        raise ConfigError(
+            f"{key}: '{path}' is a folder without a README.md that lists its files under configs, as data sets of the "
+            f"Hugging Face hub have it: name one of its files, .jsonl or .parquet"
+        )
+    if name is None:
+        chosen = [one for one, entry in configurations.items() if entry.get("default") or one == "default"]
+        if len(configurations) > 1 and not chosen:
+            raise ConfigError(f"{key}: '{path}' has the configurations {names}: choose one by {_sibling(key, 'name')}")
+        name = (chosen or list(configurations))[0]
+    if name not in configurations:
+        raise ConfigError(f"{_sibling(key, 'name')}: '{path}' has no configuration '{name}', but {names}")
+    splits = _splits(configurations[name].get("data_files"))
+    if split not in splits:
+        raise ConfigError(
+            f"{_sibling(key, 'split')}: '{path}' has no split '{split}', but {', '.join(splits) or 'none'}"
+        )
+    files = []
+    for pattern in splits[split]:
+        found = sorted(glob.glob(pattern, root_dir=place, recursive=True))
+        if not found:
+            raise ConfigError(f"{key}: '{path}' has no file '{pattern}', which its README.md names")
+        for one in found:
+            _check_file(key, os.path.join(path, one), os.path.join(place, one))
+            files.append(os.path.join(place, one))
+    return Origin(path, name, split, tuple(dict.fromkeys(files)))
+
+
+def _configurations(key: str, path: str, readme: Path) -> dict[str, dict[str, Any]]:
+    """The entries under ``configs`` in a README's front matter, by their names; none if it has none."""
+    try:
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+        entries = (yaml.safe_load(front[1]) or {}).get("configs") or [] if front else []
+        return {str(entry.get("config_name", "default")): entry for entry in entries}
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{key}: the README.md of '{path}' cannot be read: {_said(error)}") from None
+
+
+def _splits(data_files: Any) -> dict[str, list[str]]:
+    """Patterns of files by split, from any of the forms that ``data_files`` may have."""
+    if isinstance(data_files, dict):
+        pairs = list(data_files.items())
+    else:
+        entries = data_files if isinstance(data_files, list) else [data_files] if data_files else []
+        pairs = [
+            (one.get("split", "train"), one.get("path")) if isinstance(one, dict) else ("train", one) for one in entries
+        ]
+    splits: dict[str, list[str]] = {}
+    for split, paths in pairs:
+        splits.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    return splits
+
+
+def _sibling(key: str, setting: str) -> str:
+    return f"data.eval_{setting}" if key == "data.eval_path" else f"data.{setting}"
+
+
+def _file_rows(path: str) -> Iterator[Row]:
+    return _jsonl_rows(path) if path.lower().endswith(".jsonl") else _parquet_rows(path)
+
+
+def _jsonl_rows(path: str) -> Iterator[Row]:
+    number = 0
+    try:
+        with open(path, "rb") as file:  # lines end at \n alone: JSON strings may hold other line separators
+            for line, content in enumerate(file, 1):
+                try:
+                    text = content.decode("utf-8-sig" if line == 1 else "utf-8")
+                    if not text.strip():
+                        continue
+                    columns = json.loads(text, object_pairs_hook=_object)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(f"{path} line {line} cannot be read: {_said(error)}") from None
+                if not isinstance(columns, dict):
+                    raise ConfigError(f"{path} line {line} must be an object with columns, not {columns!r:.80}")
+                yield Row(path, number, line, columns)
+                number += 1
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that comes twice JSON's reader would silently take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' comes twice in one object")
+    return found
+
+
+def _parquet_rows(path: str) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:  # of this one file: no columns from the names of its folders
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"the column '{twice[0]}' comes twice")
+            number = 0
+            for batch in file.iter_batches():
+                for columns in batch.to_pylist():
+                    yield Row(path, number, None, columns)
+                    number += 1
+    except Exception as error:  # whatever the reader of that format says
+        raise ConfigError(f"{path} cannot be read: {_said(error)}") from error
+
+
+def _check_agreement(rows: list[Row]) -> None:
+    """Refuses files of one split that have other columns than the first: one of them is no part of the data."""
+    columns: dict[str, set[str]] = {}
+    for row in rows:
+        columns.setdefault(row.source, set()).update(row.columns)
+    (first, expected), *others = columns.items() or [("", set())]
+    for file, found in others:
+        if found != expected:
+            raise ConfigError(
+                f"{file} has other columns than {first}, of the same split: {', '.join(sorted(found ^ expected))}"
+            )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and not isinstance(value[0], (int, str, float)):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
