@@ -185,9 +185,8 @@ def score(completions, **_):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_that_cannot_be_interrupted_ends_with_the_process(tmp_path: Path, model: Path, ranks: int) -> None:
     """Here it catches every exception; on two ranks only the second one is stuck."""
-    text = DEAF if ranks == 1 else DEAF.replace(
-        "    while", "    import os\n    if os.environ['RANK'] == '0':\n        return [1.0] * len(completions)\n    while"
-    )  # fmt: skip
+    spared = "    import os\n    if os.environ['RANK'] == '0':\n        return [1.0] * len(completions)\n"
+    text = DEAF if ranks == 1 else DEAF.replace("    while", f"{spared}    while")
     (tmp_path / "mine.py").write_text(text)
     function = f"{tmp_path}/mine.py:score"
     options = ("--reward.function", function, "--reward.batch_timeout_minutes", "0.02", "--launch.ranks", str(ranks))
@@ -195,5 +194,5 @@ def test_one_that_cannot_be_interrupted_ends_with_the_process(tmp_path: Path, mo
     assert done.returncode == 1 and f"'{function}' has not returned" in done.stderr, done.stderr
     folder = tmp_path / "runs/run"
     assert f"'{function}' has not returned" in (folder / "crash.txt").read_text()
-    assert f"{ranks > 1 and 'rank 1 failed' or ''}" in (folder / "crash.txt").read_text()
+    assert f"{(ranks > 1 and 'rank 1 failed') or ''}" in (folder / "crash.txt").read_text()
     assert (folder / "report.html").exists()

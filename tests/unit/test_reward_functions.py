@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import fractions
 import itertools
 import os
@@ -83,7 +84,7 @@ def test_a_neighbour_and_two_files_of_one_name(tmp_path: Path, monkeypatch: pyte
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         (tmp_path / place / f"beside_{place}.py").write_text(f"def mark(): return '{place}'\n")
-        text = f"import beside_{place} as beside\ndef score(**_):\n    from beside_{place} import mark\n    return mark()\n"
+        text = f"import beside_{place}\ndef score(**_):\n    from beside_{place} import mark\n    return mark()\n"
         functions.append(load_function(written(tmp_path / place / "reward.py", text)))
     assert [one() for one in functions] == ["one", "two"]
     monkeypatch.chdir(tmp_path / "two")
@@ -108,9 +109,7 @@ def test_a_neighbour_and_two_files_of_one_name(tmp_path: Path, monkeypatch: pyte
         ("class score:\n  pass\n", "score", ["is a class"]),
     ],
 )
-def test_what_cannot_be_imported_is_named_in_one_line(
-    tmp_path: Path, text: str, name: str, needles: list[str]
-) -> None:
+def test_what_cannot_be_imported_is_named_in_one_line(tmp_path: Path, text: str, name: str, needles: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_function(written(tmp_path / "mine.py", text, name))
     message = str(error.value)
@@ -238,19 +237,15 @@ async def sleeps(**_: Any) -> list[float]:
 
 
 def swallows(**_: Any) -> list[float]:
-    try:
+    with contextlib.suppress(BaseException):
         time.sleep(30)
-    except BaseException:
-        pass
     return [1.0, 1.0]
 
 
 def forgives(**_: Any) -> list[float]:
     while True:
-        try:
+        with contextlib.suppress(Exception):
             time.sleep(30)
-        except Exception:
-            pass
 
 
 def waits_for_a_process(**_: Any) -> list[float]:

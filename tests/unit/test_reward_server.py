@@ -123,7 +123,7 @@ def test_a_wait_that_says_nothing_sensible_is_none(given: str) -> None:
 def test_a_wait_longer_than_a_batch_has_ends_it_at_once() -> None:
     with serving(lambda *_: (429, {"Retry-After": "100000"}, b"tomorrow")) as url:
         started = time.monotonic()
-        with pytest.raises(RewardError, match="status 429.*in 100000 s.*54 minutes.*reward.batch_timeout_minutes"):
+        with pytest.raises(RewardError, match=r"status 429.*in 100000 s.*54 minutes.*reward.batch_timeout_minutes"):
             asked(url)
         assert time.monotonic() - started < 1
 
@@ -137,7 +137,7 @@ def test_a_server_that_goes_on_answering_slowly_is_bounded() -> None:
             asked(url, batch_timeout_minutes=0.005, timeout_seconds=5)
         assert time.monotonic() - started < 2
     with serving(lambda *_: (429, {"Retry-After": "0.2"}, b"later")) as url:
-        with pytest.raises(RewardError, match="after the 0.005 minutes|has not scored"):
+        with pytest.raises(RewardError, match=r"after the 0.005 minutes|has not scored"):
             asked(url, batch_timeout_minutes=0.005)
 
 
@@ -201,13 +201,13 @@ def test_true_and_false_are_one_and_zero() -> None:
 
 def test_an_answer_that_cannot_be_decoded() -> None:
     with serving(lambda *_: (200, {"Content-Encoding": "gzip"}, b"not gzip")) as url:
-        with pytest.raises(RewardError, match="DecodingError"):
+        with pytest.raises(RewardError, match=r"DecodingError"):
             asked(url)
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///score", "http://x:port/", "http://[::1/"])
 def test_what_is_no_url_is_refused_before_anything_loads(url: str) -> None:
-    with pytest.raises(ConfigError, match="reward.url"):
+    with pytest.raises(ConfigError, match=r"reward.url"):
         HttpReward(Config.model_validate({"reward": {"url": url}}))
 
 
