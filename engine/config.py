@@ -120,8 +120,8 @@ class Reward(Section):
     function: str | None = Field(
         None,
         description="Python reward: 'module:function' or 'file.py:function', called with keyword lists prompts, "
-        "completions, prompt_ids, completion_ids and the data set's columns; returns for each response a float, or "
-        "None to drop it; may be async",
+        "completions, prompt_ids, completion_ids, raw_prompts and the data set's columns, or those of them that it "
+        "names; returns for each response a number, or None to drop it; may be async",
     )
     model: Path | None = Field(
         None,
@@ -130,8 +130,8 @@ class Reward(Section):
     )
     url: str | None = Field(
         None,
-        description="Reward server: is sent JSON with lists prompts, completions and the data set's columns, answers "
-        '{"scores": [...]} with for each response a number, or null to drop it',
+        description="Reward server: is sent JSON with lists prompts, completions, raw_prompts and the data set's "
+        'columns, answers {"scores": [...]} with for each response a number, or null to drop it',
     )
     weights: dict[str, float] = Field(
         default_factory=dict,
@@ -140,6 +140,11 @@ class Reward(Section):
     batch_size: Positive = Field(64, description="Responses in one request to reward.url")
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(
         60.0, description="How long reward.url may stay silent before a request counts as failed"
+    )
+    batch_timeout_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="How long reward.function, or reward.url with all its waits, may take for a rank's part of a "
+        "rollout batch before the run ends. Default: nine tenths of launch.timeout_minutes",
     )
     clip: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Clip the score of a response to [-clip, clip], in units of reward. Default: no clipping"
@@ -504,6 +509,16 @@ class Config(Section):
     def has_verifier(self) -> bool:
         """True where scores are 0 or 1, right or wrong: the embedded task's own."""
         return not self.reward.sources
+
+    @property
+    def scoring_seconds(self) -> float:
+        """How long a function or a server may take for a rank's part of a rollout batch.
+
+        By default a little less than ranks wait for each other, so that the one that is stuck says so before the others
+        give up on it.
+        """
+        given = self.reward.batch_timeout_minutes
+        return 60 * (0.9 * self.launch.timeout_minutes if given is None else given)
 
     @property
     def episodes_per_step(self) -> int:

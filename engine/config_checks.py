@@ -147,14 +147,8 @@ def _check_sources(config: Config) -> None:
         raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
     if reward.url is not None and not reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url '{reward.url}' must start with http:// or https://")
-    if reward.function is not None and reward.function.count(":") != 1:
-        raise ConfigError(f"reward.function '{reward.function}' must read 'module:function' or 'file.py:function'")
-    if reward.function is not None and (file := reward.function.split(":")[0]).endswith(".py"):
-        _must_exist("reward.function", file)
-    if reward.function is not None and not reward.function.split(":")[0].endswith(".py"):
-        module = reward.function.split(":")[0]
-        if importlib.util.find_spec(module.split(".")[0]) is None:
-            raise ConfigError(f"reward.function '{reward.function}': there is no module '{module}' to import")
+    if reward.function is not None:
+        _check_function(reward.function)
     for key, path in (
         ("model.path", config.model.path),
         ("model.value_path", config.model.value_path),
@@ -163,6 +157,23 @@ def _check_sources(config: Config) -> None:
     ):
         if path is not None and path.startswith((".", "/")):
             _must_exist(key, path)
+
+
+def _check_function(function: str) -> None:
+    module, _, name = function.rpartition(":")
+    if not module or not name:
+        raise ConfigError(f"reward.function '{function}' must read 'module:function' or 'file.py:function'")
+    if module.endswith(".py"):
+        _must_exist("reward.function", module)
+        return
+    try:
+        found = importlib.util.find_spec(module.split(".")[0])
+    except ValueError:  # no name of a module
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"reward.function '{function}': there is no module '{module}' to import; a file is named with its .py"
+        )
 
 
 def _check_batches(config: Config, world_size: int) -> None:

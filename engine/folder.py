@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine import cli, failures, launch, state
+from engine import cli, deadline, failures, launch, state
 from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.report import records
@@ -21,7 +21,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
     """Rank 0's recorder, closed with the run's error if there was one; the others have none and leave it theirs."""
     if not world.main:
         try:
-            yield None
+            with deadline.last_words(lambda error: failures.leave(run_dir, world.rank, error)):
+                yield None
         except Exception as error:
             failures.leave(run_dir, world.rank, error)
             raise
@@ -46,7 +47,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         live=config.live,
     )
     try:
-        yield recorder
+        with deadline.last_words(lambda error: recorder.close(error=error)):
+            yield recorder
     except ConfigError:
         recorder.discard()
         if not config.resume:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine import data, model_folder
+from engine import data, model_folder, rewards
 from engine.config import Config, ConfigError
 from engine.data import Prompt
 
@@ -25,6 +25,8 @@ class Inputs:
     """The policy's."""
     prompts: list[Prompt]
     held_out: list[Prompt]
+    sources: rewards.Sources
+    """Of scores."""
     notes: list[str]
     """Lines for the person: what was dropped or is unusual."""
 
@@ -48,7 +50,9 @@ def read(config: Config) -> Inputs:
     else:
         tokenizer = data.load_tokenizer(config.model.path)
     prompts, held_out, notes = data.load(config, tokenizer)
-    inputs = Inputs(tokenizer, prompts, held_out, notes)
+    sources = rewards.read(config, tokenizer)
+    sources.check([*prompts, *held_out])
+    inputs = Inputs(tokenizer, prompts, held_out, sources, notes)
     for key, (path, shape) in models.items():
         _check_positions(config, key, path, shape, inputs.longest_prompt)
     if config.model.path is not None:

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from engine import cli, failures, launch, memory, state
+from engine import children, cli, failures, launch, memory, state
 from engine.config import Config, ConfigError
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
@@ -157,10 +157,12 @@ def _leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader has gone, or the caller had closed it
             stream.flush()
+    children.end()
     os._exit(status)
 
 
 if __name__ == "__main__":
+    children.adopt()
     try:
         status = main()
     except Exception:

@@ -73,7 +73,7 @@ class Start:
         if config.resume:
             _check_base(Path(config.resume), models.digests)
         export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")
-        return cls(plans, rewards.load(config, world), path, models)
+        return cls(plans, rewards.load(config, world, inputs.sources), path, models)
 
 
 def _check_base(run_dir: Path, digests: dict[str, str]) -> None:

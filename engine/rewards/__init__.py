@@ -1,6 +1,6 @@
 """What responses are worth: a Python function, a reward model, a server, or several of them with weights."""
 
 from engine.rewards.answers import RewardError
-from engine.rewards.scorer import Scorer, load, means
+from engine.rewards.scorer import Scorer, Sources, load, means, read
 
-__all__ = ["RewardError", "Scorer", "load", "means"]
+__all__ = ["RewardError", "Scorer", "Sources", "load", "means", "read"]

@@ -3,40 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from algorithms.base import Reduce, global_mean
 from engine.config import Config
+from engine.data import Prompt
 from engine.distributed import World
 from engine.rewards.answers import Source
 from engine.rewards.function import FunctionReward, load_function
+from engine.rewards.http import HttpReward
 from engine.sample import Sample
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load(config: Config, world: World) -> Scorer:
-    """The run's scorer: of the sources that ``reward`` names, or of the embedded task's verifier. Collective.
+    from engine.rewards.classifier import Classifier
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A run's score sources before any weights load: those that are ready, and what is known of the reward model."""
+
+    ready: dict[str, FunctionReward | HttpReward]
+    model: Classifier | None = None
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Checks that the sources can be asked about these prompts, training and held-out.
+
+        Raises:
+            ConfigError: a column has the name of something else that a source is given, a function needs an argument
+                that is no column, or the reward model's template cannot render a prompt.
+        """
+        columns = {column for prompt in prompts for column in prompt.columns}
+        for source in self.ready.values():
+            source.check_columns(columns)
+        if self.model is not None:
+            self.model.check(prompts)
+
+
+def read(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> Sources:
+    """Everything about the run's score sources that needs no weights. Not collective.
+
+    Runs the user's reward file, and reads the reward model's configuration, tokenizer and names of weights.
+
+    Args:
+        tokenizer: the policy's, if it is there already.
 
     Raises:
-        ConfigError: a function, model or tokenizer cannot be had, or does not fit the run.
+        ConfigError: a function, model folder, tokenizer or URL cannot be had, or does not fit the run.
     """
-    reward, column = config.reward, config.data.prompt_column
-    sources: dict[str, Source] = {}
+    reward, column, seconds = config.reward, config.data.prompt_column, config.scoring_seconds
+    ready: dict[str, FunctionReward | HttpReward] = {}
+    model = None
     if reward.function is not None:
-        sources["function"] = FunctionReward(load_function(reward.function), column)
+        function = load_function(reward.function)
+        ready["function"] = FunctionReward(function, column, f"reward.function '{reward.function}'", seconds)
     if reward.model is not None:
-        from engine.rewards.model import ModelReward
+        from engine.rewards import classifier
 
-        sources["model"] = ModelReward(config, world)
+        model = classifier.read(config, tokenizer)
     if reward.url is not None:
-        from engine.rewards.http import HttpReward
-
-        sources["url"] = HttpReward(config)
-    if not sources:
+        ready["url"] = HttpReward(config)
+    if not reward.sources:
         from engine.tasks import addition
 
-        sources["score"] = FunctionReward(addition.verify, column)
-    return Scorer(sources, config)
+        ready["score"] = FunctionReward(addition.verify, column, "the task's verifier", seconds)
+    return Sources(ready, model)
+
+
+def load(config: Config, world: World, sources: Sources | None = None) -> Scorer:
+    """The run's scorer: of the sources that ``reward`` names, or of the embedded task's verifier. Collective.
+
+    Args:
+        sources: what ``read`` gave, if it was called before.
+
+    Raises:
+        ConfigError: a source cannot be had, or does not fit the run.
+    """
+    sources = sources or read(config)
+    found: dict[str, Source] = dict(sources.ready)
+    if sources.model is not None:
+        from engine.rewards.model import ModelReward
+
+        found["model"] = ModelReward(config, world, sources.model)
+    return Scorer(found, config)
 
 
 class Scorer:
@@ -82,6 +135,8 @@ class Scorer:
 def means(samples: Sequence[Sample], config: Config, reduce: Reduce) -> dict[str, float]:
     """``reward/NAME_mean`` of each source: the mean of what it gave, over all ranks.
 
+    For a reward model also ``reward/model_refused_fraction``: the share of responses that it could not take.
+
     Args:
         samples: a scored rollout batch of this rank, dropped samples among them.
         reduce: sums a tensor over ranks.
@@ -90,4 +145,7 @@ def means(samples: Sequence[Sample], config: Config, reduce: Reduce) -> dict[str
     for name in config.reward.sources:
         scores = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]
         result[f"reward/{name}_mean"] = global_mean(torch.tensor(scores), reduce)
+        if name == "model":
+            refused = [float(name not in sample.reward_parts) for sample in samples]
+            result["reward/model_refused_fraction"] = global_mean(torch.tensor(refused), reduce)
     return result

@@ -204,14 +204,22 @@ def test_what_is_no_reward_model_is_refused(
 
 
 def test_sequences_that_the_model_cannot_take(tiny_model: str, same: str, other: str, world: World) -> None:
-    long = sample("1+3=", "1+" * 31, "length")
-    with pytest.raises(rewards.RewardError, match=r"66 of its tokens and the model takes 64.*'1\+3='"):
-        scores(settings(tiny_model, other, train={"tokens_per_microbatch": 100}), world, [long])
-    with pytest.raises(rewards.RewardError, match=r"train\.tokens_per_microbatch allows 24"):
-        scores(settings(tiny_model, other), world, [sample("1+3=", "1+" * 12)])
-    unknown = sample("1+1=", "2")
-    unknown.response_ids = [15]
-    with pytest.raises(rewards.RewardError, match=r"'1\+1=' .*beyond its 15 tokens"):
-        scores(settings(tiny_model, same), world, [unknown])
-    with pytest.raises(rewards.RewardError, match="gives no token"):
-        scores(settings(tiny_model, other), world, [sample("", "", "length")])
+    """They are dropped: no score, and a metric counts them; what lies beside them is scored as ever."""
+    fine, unknown = sample("1+3=", "4"), sample("1+1=", "2")
+    unknown.response_ids = [15]  # beyond its 15 tokens
+    positions = sample("1+3=", "1+" * 31, "length")
+    for config, refused in (
+        (settings(tiny_model, other, train={"tokens_per_microbatch": 100}), positions),
+        (settings(tiny_model, other), sample("1+3=", "1+" * 12)),  # more than tokens_per_microbatch
+        (settings(tiny_model, same), unknown),
+        (settings(tiny_model, other), sample("", "", "length")),  # no token at all
+    ):
+        scorer = rewards.load(config, world)
+        batch = [refused, fine]
+        scorer.score(batch)
+        alone = [sample("1+3=", "4")]
+        scorer.score(alone)
+        assert refused.reward is None and fine.reward == pytest.approx(alone[0].reward, abs=1e-5)
+        assert rewards.means(batch, config, world.sum)["reward/model_refused_fraction"] == 0.5
+        scorer.score([refused])  # nothing left
+        assert refused.reward is None

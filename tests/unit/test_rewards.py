@@ -60,6 +60,7 @@ def test_function_gets_texts_ids_and_columns() -> None:
         "completions": ["r0", "r1"],
         "prompt_ids": [[1], [1]],
         "completion_ids": [[2], [2]],
+        "raw_prompts": ["p0", "p1"],
         "answer": ["0", "1"],
     }
     assert [s.reward for s in batch] == [0.5, 1.0] and batch[0].reward_parts == {"function": 0.5, "score": 0.5}
@@ -105,7 +106,12 @@ def test_sources_add_up_by_weight_and_none_of_them_drops() -> None:
     assert batch[0].reward_parts == {"function": 1.0, "model": 4.0, "url": 0.25, "score": 2.75}
     assert [s.reward_parts for s in batch[1:]] == [{"function": 1.0, "url": 7.0}, {"function": 1.0, "model": 4.0}, {}]
     got = rewards.means(batch, config, torch.clone)
-    assert got == {"reward/function_mean": 1.0, "reward/model_mean": 4.0, "reward/url_mean": 3.625}
+    assert got == {
+        "reward/function_mean": 1.0,
+        "reward/model_mean": 4.0,
+        "reward/model_refused_fraction": 0.5,
+        "reward/url_mean": 3.625,
+    }
     assert rewards.means([], config, torch.clone).keys() == got.keys(), "a rank without samples joins the same sums"
 
 
@@ -191,14 +197,6 @@ def test_numpy_and_torch_scores_are_fine() -> None:
         assert [s.reward for s in batch] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["completions", "prompt_ids"])
-def test_a_column_cannot_take_an_argument_s_name(name: str) -> None:
-    batch = samples("S")
-    batch[0].columns[name] = "x"
-    with pytest.raises(rewards.RewardError, match=f"'{name}'"):
-        by(constant(1.0)).score(batch)
-
-
 @pytest.mark.parametrize(
     "reward,needle",
     [
@@ -261,6 +259,10 @@ def asked(url: str, batch: list[Sample], **reward: Any) -> list[float | None]:
     return [sample.reward for sample in batch]
 
 
+def asked_for(prompts: list[str], completions: list[str], answer: list[str]) -> dict[str, list[str]]:
+    return {"prompts": prompts, "completions": completions, "raw_prompts": prompts, "answer": answer}
+
+
 def test_server_scores_batches_at_a_time() -> None:
     bodies, together = [], threading.Barrier(3, timeout=20)
 
@@ -273,9 +275,9 @@ def test_server_scores_batches_at_a_time() -> None:
         assert asked(url, samples("SSSSS"), batch_size=2) == [0.0, 1.0, 2.0, None, 4.0]
         assert asked(url, []) == []
     assert sorted(bodies, key=lambda body: body["answer"]) == [
-        {"prompts": ["p0", "p1"], "completions": ["r0", "r1"], "answer": ["0", "1"]},
-        {"prompts": ["p2", "p3"], "completions": ["r2", "r3"], "answer": ["2", "3"]},
-        {"prompts": ["p4"], "completions": ["r4"], "answer": ["4"]},
+        asked_for(["p0", "p1"], ["r0", "r1"], ["0", "1"]),
+        asked_for(["p2", "p3"], ["r2", "r3"], ["2", "3"]),
+        asked_for(["p4"], ["r4"], ["4"]),
     ]
 
 

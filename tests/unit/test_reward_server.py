@@ -1,0 +1,226 @@
+"""A reward server that is busy, has moved, or answers slowly: what is tried again, followed, waited for, refused."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import run
+from engine.config import Config, ConfigError
+from engine.rewards import RewardError, http
+from engine.rewards.http import HttpReward
+from engine.sample import Sample
+from tests import users
+
+Answer = tuple[int, dict[str, str], Any]
+FINE: Answer = (200, {}, {"scores": [1.0, 2.0]})
+
+
+@contextmanager
+def serving(answer: Callable[[str, dict[str, Any]], Answer]) -> Iterator[str]:
+    """A server that answers a path and a request's JSON with status, headers and JSON; gives its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, headers, content = answer(self.path, body)
+            text = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response_only(status)  # without a date of its own
+            for name, value in ({"Content-Length": str(len(text))} | headers).items():
+                self.send_header(name, value)
+            self.end_headers()
+            for byte in text if "X-Trickle" in headers else ():
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.02)
+            if "X-Trickle" not in headers:
+                self.wfile.write(text)
+
+        def do_GET(self) -> None:  # what a followed 302 would become
+            raise AssertionError("the request lost its method")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that hang up are part of the tests
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/score"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def asked(url: str, **reward: Any) -> list[float | None]:
+    config = Config.model_validate({"reward": {"url": url, **reward}})
+    return HttpReward(config)([Sample(i, i, [1], {"prompt": f"p  {i}"}, [2], "stop") for i in range(2)])
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_tried_again(status: int) -> None:
+    answers = iter([(status, {}, b"later")] * 3 + [FINE])
+    with serving(lambda *_: next(answers)) as url:
+        assert asked(url) == [1.0, 2.0]
+    with serving(lambda *_: (status, {}, b"later")) as url, pytest.raises(RewardError, match=f"status {status}: 'la"):
+        asked(url)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 413, 422])
+def test_what_will_not_pass_is_refused_at_once(status: int) -> None:
+    requests: list[str] = []
+    with serving(lambda path, _: (requests.append(path), (status, {}, b"no"))[1]) as url:
+        with pytest.raises(RewardError, match=f"refused the request with status {status}"):
+            asked(url)
+    assert len(requests) == 1
+
+
+def test_a_wait_in_seconds_or_until_a_date() -> None:
+    def date(ahead: float) -> str:
+        return email.utils.formatdate(time.time() + ahead, usegmt=True)
+
+    for headers in (
+        lambda: {"Retry-After": "1"},
+        lambda: {"Retry-After": date(1001), "Date": date(1000)},  # a clock of its own
+        lambda: {"Retry-After": date(2.5)},
+    ):
+        answers = iter([(429, headers(), b"later"), FINE])
+        with serving(lambda *_, answers=answers: next(answers)) as url:
+            assert 1.0 <= seconds(lambda url=url: asked(url)) < 4
+
+
+@pytest.mark.parametrize(
+    "given", ["0", "-5", "soon", "", "nan", "inf", "1e", "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 99 Oct 2015"]
+)
+def test_a_wait_that_says_nothing_sensible_is_none(given: str) -> None:
+    answers = iter([(503, {"Retry-After": given}, b"later"), FINE])
+    with serving(lambda *_: next(answers)) as url:
+        assert seconds(lambda: asked(url)) < 0.9
+
+
+def test_a_wait_longer_than_a_batch_has_ends_it_at_once() -> None:
+    with serving(lambda *_: (429, {"Retry-After": "100000"}, b"tomorrow")) as url:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"status 429.*in 100000 s.*54 minutes.*reward.batch_timeout_minutes"):
+            asked(url)
+        assert time.monotonic() - started < 1
+
+
+def test_a_server_that_goes_on_answering_slowly_is_bounded() -> None:
+    """Never silent for reward.timeout_seconds, and never done."""
+    slow = {"X-Trickle": "yes", "Content-Length": "10000"}
+    with serving(lambda *_: (200, slow, b" " * 200)) as url:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"has not scored 2 responses after 0.005 minutes"):
+            asked(url, batch_timeout_minutes=0.005, timeout_seconds=5)
+        assert time.monotonic() - started < 2
+    with serving(lambda *_: (429, {"Retry-After": "0.2"}, b"later")) as url:
+        with pytest.raises(RewardError, match=r"after the 0.005 minutes|has not scored"):
+            asked(url, batch_timeout_minutes=0.005)
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_moved_server_is_followed_with_the_body(status: int) -> None:
+    bodies = []
+
+    def answer(path: str, body: dict[str, Any]) -> Answer:
+        bodies.append(body)
+        targets = {"/score": "/two?x=1", "/two?x=1": other + "/three", "/three": "four"}
+        return (status, {"Location": targets[path]}, b"") if path in targets else FINE
+
+    with serving(answer) as second:
+        other = second.removesuffix("/score")
+        with serving(answer) as url:
+            assert asked(url) == [1.0, 2.0]
+    assert len(bodies) == 4 and all(body == bodies[0] for body in bodies)
+    assert bodies[0]["raw_prompts"] == ["p  0", "p  1"]
+
+
+@pytest.mark.parametrize(
+    "status,headers,needle",
+    [
+        (307, {"Location": "/score"}, "redirects more than 5 times"),
+        (307, {}, "Location None cannot be followed"),
+        (308, {"Location": "ftp://127.0.0.1/x"}, "'ftp://127.0.0.1/x' cannot be followed"),
+        (301, {"Location": "http://new.example/score"}, "status 301 and Location 'http://new.example/score'"),
+        (302, {"Location": "/login"}, "status 302 and Location '/login'"),
+        (303, {"Location": "/see"}, "status 303 and Location '/see'"),
+    ],
+)
+def test_where_a_request_cannot_follow(status: int, headers: dict[str, str], needle: str) -> None:
+    requests: list[str] = []
+    with serving(lambda path, _: (requests.append(path), (status, headers, b""))[1]) as url:
+        with pytest.raises(RewardError, match=needle):
+            asked(url)
+    assert len(requests) <= http.REDIRECTS + 1
+
+
+@pytest.mark.parametrize(
+    "scores,needle",
+    [
+        ({"0": 1.0, "1": 2.0}, r"a dict: \{'0': 1.0"),
+        ("01", "a str: '01'"),
+        (["1.0", "2.0"], "item 0 is a str: '1.0'"),
+        ([[1.0], [2.0]], "item 0 is a list"),
+        (None, "a NoneType"),
+        ([1.0], "1 scores for 2"),
+    ],
+)
+def test_scores_of_another_kind_are_refused_and_shown(scores: Any, needle: str) -> None:
+    with serving(lambda *_: (200, {}, {"scores": scores})) as url, pytest.raises(RewardError, match=needle) as error:
+        asked(url)
+    assert f"reward.url {url}" in str(error.value)
+
+
+def test_true_and_false_are_one_and_zero() -> None:
+    with serving(lambda *_: (200, {}, {"scores": [True, False]})) as url:
+        assert asked(url) == [1.0, 0.0]
+
+
+def test_an_answer_that_cannot_be_decoded() -> None:
+    with serving(lambda *_: (200, {"Content-Encoding": "gzip"}, b"not gzip")) as url:
+        with pytest.raises(RewardError, match=r"DecodingError"):
+            asked(url)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///score", "http://x:port/", "http://[::1/"])
+def test_what_is_no_url_is_refused_before_anything_loads(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward.url"):
+        HttpReward(Config.model_validate({"reward": {"url": url}}))
+
+
+def test_a_run_goes_on_through_a_busy_and_a_moved_server(tmp_path: Path) -> None:
+    model = users.model_folder(tmp_path / "model")
+    answers = iter([(429, {"Retry-After": "1"}, b""), (408, {}, b""), (307, {"Location": "/new"}, b"")])
+
+    def answer(path: str, body: dict[str, Any]) -> Answer:
+        scores = [float(len(text)) for text in body["completions"]]
+        return next(answers, (200, {}, {"scores": scores}))
+
+    with serving(answer) as url:
+        given = users.arguments(tmp_path, model, "--reward.url", url)
+        place = given.index("--reward.function")
+        assert run.main(given[:place] + given[place + 2 :]) == 0
+    assert next(answers, None) is None and (tmp_path / "runs/run/model").exists()
