@@ -20,8 +20,8 @@ class WriteFailed(Exception):
 
 
 @contextlib.contextmanager
-def writing(what: Path, remove: Callable[[], None] | None = None) -> Iterator[None]:
-    """Turns the errors of writing into ``WriteFailed``; ``remove`` takes away what is torn, whatever ended it.
+def writing(what: Path, tidy: Callable[[], None] | None = None) -> Iterator[None]:
+    """Turns the errors of writing into ``WriteFailed``; ``tidy`` takes away what is torn, whatever ended it.
 
     Raises:
         WriteFailed: names ``what``, the system's reason and the room that was left before anything was removed.
@@ -31,9 +31,9 @@ def writing(what: Path, remove: Callable[[], None] | None = None) -> Iterator[No
     except BaseException as error:
         free = free_bytes(what)
         reason = _reason(error, free)
-        if remove is not None:
+        if tidy is not None:
             with contextlib.suppress(OSError):
-                remove()
+                tidy()
         if reason is None:
             raise
         raise WriteFailed(
@@ -55,8 +55,20 @@ def _reason(error: BaseException, free: int) -> str | None:
         if isinstance(one, Exception) and (code := re.search(r"\(os error (\d+)\)", str(one))):  # safetensors'
             return os.strerror(int(code[1]))
     if any(isinstance(one, RuntimeError) and _UNNAMED.search(str(one)) for one in chain):
-        return os.strerror(errno.ENOSPC if free < GIB else errno.EIO)
+        return os.strerror(errno.ENOSPC) if free < GIB else "the system did not say why"
     return None
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder that could not be written to the end, and at once its bytes.
+
+    A file that is removed while it is open keeps them, and the error that is on its way holds the writer's file open.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_bytes(path: Path) -> int:

@@ -184,7 +184,8 @@ def leave(run_dir: Path, rank: int, error: Exception) -> None:
         what = "".join(traceback.format_exception_only(error)).strip()
         text = f"{what}\n\n{''.join(traceback.format_exception(error))}"
         with contextlib.suppress(OSError):  # a disk without room must not hide the error
-            run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
+            if not isinstance(error, ConfigError):  # for one rank 0 takes the folder away, perhaps before this
+                run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
             records.write_atomically(_file(run_dir, rank), text)
 
 
@@ -214,6 +215,11 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     if what.startswith(_REFUSED):
         return ConfigError(what.removeprefix(_REFUSED))
     return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
+
+
+def was_stopped(run_dir: Path | None) -> bool:
+    """True for a folder whose run ended by a signal, as rank 0 wrote it there."""
+    return run_dir is not None and records.load_run(run_dir).crash.startswith("KeyboardInterrupt")
 
 
 def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:

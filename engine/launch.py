@@ -20,6 +20,8 @@ FOLDER_FILE = "TANDEM_FOLDER_FILE"
 """The environment variable with the file in which rank 0 tells our launcher the run folder."""
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and deepspeed tell each rank. An address and a port alone make no rank of a process."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""A rank's exit status after a signal, also one that another rank got and swallowed."""
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -165,10 +167,14 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
                 print(line, file=sys.stderr)
                 return 2
             rank, failure = failed.get_first_failure()
+            told = folder_file.read_text(encoding="utf-8") if folder_file.exists() else ""
+            run_dir = Path(told) if told else None
+            if failure.exitcode in STOPPED and failures.was_stopped(run_dir):
+                print("interrupted", file=sys.stderr)
+                return failure.exitcode
             killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT  # NCCL aborts when a peer is gone
             what = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-            folder = folder_file.read_text(encoding="utf-8") if folder_file.exists() else ""
-            failures.tell(Path(folder) if folder else None, rank, what, killed)
+            failures.tell(run_dir, rank, what, killed)
             return 1
     return 0
 

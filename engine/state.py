@@ -156,11 +156,12 @@ def _write(partial: Path, state: OnlineTrainerState, trainer: Trainer, waiting: 
 def _remove_part(partial: Path, world: World) -> None:
     """Rank 0 removes the whole folder; another one its own files, so that there is room to say what happened."""
     if world.main:
-        shutil.rmtree(partial, ignore_errors=True)
+        disk.remove(partial)
         return
     for pattern in (f"random-{world.rank}.pt", f"in-flight-{world.rank}.pt", f"*pp_rank_{world.rank}_*"):
         for path in partial.rglob(pattern):
-            path.unlink(missing_ok=True)
+            os.truncate(path, 0)
+            path.unlink()
 
 
 def _free_name(path: Path) -> Path:

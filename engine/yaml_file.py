@@ -96,7 +96,7 @@ def _load(text: str, loader_class: Any, where: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error)
+        reason = ", ".join(filter(None, (getattr(error, part, None) for part in ("context", "problem")))) or error
         raise ConfigError(f"{where}{line}: not YAML: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{where}: not a configuration: nested too deeply") from None
