@@ -133,16 +133,26 @@ def _check_sampler(config: Config, world_size: int, device_type: str) -> None:
         raise ConfigError("memory.explain is about GPUs and there is none here: say which by memory.gpu_gib")
 
 
-def _check_sources(config: Config) -> None:
-    data, reward = config.data, config.reward
-    data_checks.check(config)
+def missing(config: Config) -> list[str]:
+    """One line for each setting that a run must have and this configuration has not."""
+    data, lacks = config.data, []
+    if data.task is None and data.path is None:
+        lacks.append("data.path is missing: give prompts by exactly one of data.task and data.path")
     if data.task is None and config.model.path is None:
-        raise ConfigError("model.path is missing: only an embedded task (data.task) has a starting model of its own")
-    if data.task is None and not reward.sources:
-        raise ConfigError(
+        lacks.append("model.path is missing: only an embedded task (data.task) has a starting model of its own")
+    if data.task is None and not config.reward.sources:
+        lacks.append(
             "reward.function, reward.model or reward.url is missing: only an embedded task (data.task) has a "
             "verifier of its own"
         )
+    return lacks
+
+
+def _check_sources(config: Config) -> None:
+    reward = config.reward
+    if lacks := missing(config):
+        raise ConfigError(lacks[0])
+    data_checks.check(config)
     if unused := [name for name in reward.weights if name not in reward.sources]:
         raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
     if reward.url is not None and not reward.url.startswith(("http://", "https://")):

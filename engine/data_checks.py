@@ -16,7 +16,7 @@ def check(config: Config) -> None:
         ConfigError: with one line for the first thing that is wrong.
     """
     data = config.data
-    if (data.task is None) == (data.path is None):
+    if data.task is not None and data.path is not None:
         raise ConfigError("give prompts by exactly one of data.task and data.path")
     for key, name, path in (("", data.name, data.path), ("eval_", data.eval_name, data.eval_path)):
         if name is not None and (path is None or data_files.is_file(path)):

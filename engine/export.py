@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
-from engine import weights
+from engine import disk, weights
 from engine.config import ConfigError
 from engine.distributed import World
 from engine.training import lora
@@ -34,17 +34,21 @@ def export(
 
     Args:
         source: folder or hub name that the model started from; its generation_config.json is handed on as it is.
+
+    Raises:
+        disk.WriteFailed: it cannot be written, and what there was of it is removed.
     """
     model, partial = engine.module.model, folder.with_name(f"partial-{folder.name}")
     state = {name: tensor.clone().cpu() for name, tensor in weights.full_weights(engine) if world.main}
     factors = {name: tensor.clone().cpu() for name, tensor in weights.lora_factors(engine) if world.main}
     if world.main:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while exporting
-        _write(model, tokenizer, source, partial, state)
-        if factors:
-            lora.save(model, factors, partial / "adapter")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with disk.writing(folder, lambda: disk.remove(partial)):
+            _write(model, tokenizer, source, partial, state)
+            if factors:
+                lora.save(model, factors, partial / "adapter")
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
 
 
 def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:

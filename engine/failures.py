@@ -7,6 +7,8 @@ waits for a dead one inside a collective on the GPU sees neither: a thread of it
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from engine.config import ConfigError
 from engine.report import records
 from engine.report.html import write_report
 
@@ -30,23 +33,85 @@ LAUNCHER = "TANDEM_LAUNCHER"
 DEAF = 5.0
 """Seconds after SIGTERM in which a rank has to take notice of it."""
 
+AGAIN = 5.0
+"""Seconds in which a second signal is taken for the first: a terminal and a launcher both send theirs. Later it means
+that the first was swallowed, by a bare ``except`` of a reward function, say."""
+
+REFUSAL_FILE = "TANDEM_REFUSAL_FILE"
+"""The environment variable with the file in which the first rank that refuses the run tells our launcher why."""
+
+LONGEST = 1000
+"""Characters of a line; what is cut out of a longer one is its middle."""
+
+_REFUSED = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
 _ending = False
 _told = False  # by a SIGTERM that came when the run was already ending
+_asked = 0  # the number of the signal that asked the run to end
+_asked_at = -math.inf
+_raised = 0  # how often that was raised as a KeyboardInterrupt
 
 
 class RankFailed(RuntimeError):
     """Another rank's error, as rank 0 reports it."""
 
 
+def one_line(text: str) -> str:
+    """``text`` in one line that a terminal can show."""
+    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} [...] {line[-LONGEST // 2 :]}"
+
+
+def refuse(error: ConfigError) -> int:
+    """Says why a run cannot be, in one line whatever the number of ranks; gives the exit status.
+
+    Ranks of our launcher hand it over, and the launcher prints the first one. Of another launcher's ranks the first of
+    each machine prints; the others wait to be ended by their launcher, and print if they alone refuse.
+    """
+    line = f"error: {one_line(str(error))}"
+    if ours():
+        with contextlib.suppress(FileExistsError), open(os.environ[REFUSAL_FILE], "x", encoding="utf-8") as file:
+            file.write(line)
+        return 2
+    local = os.environ.get("LOCAL_RANK", "0")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and local.isdigit() and int(local):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+    print(line, file=sys.stderr)
+    return 2
+
+
+def refusal(wait: float = 0.0) -> str:
+    """The line that a rank of ours has handed over, waited for so many seconds; empty if there is none."""
+    path, deadline = Path(os.environ.get(REFUSAL_FILE, os.devnull)), time.monotonic() + wait
+    while True:
+        if path.is_file() and (line := path.read_text(encoding="utf-8")):
+            return line
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.05)
+
+
+def ours() -> bool:
+    """True in a rank that our own launcher started."""
+    return os.environ.get(LAUNCHER) == str(os.getppid()) and REFUSAL_FILE in os.environ
+
+
 def stop_on_sigterm(is_rank: bool) -> None:
     """Makes SIGTERM (timeout, docker stop, Slurm) end this process like Ctrl-C, with a report.
+
+    A signal that is swallowed is remembered (``stop_requested``): the loop ends after its step. Another one, ``AGAIN``
+    seconds later, is raised as the first was, and a third one ends the process on the spot.
 
     Python looks at signals between two of its own instructions, and a rank that waits in CUDA for one that is gone
     comes to no other. It would hold its GPU for the launcher's 30 s, so it is killed before.
     """
-    global _ending, _told
+    global _ending, _told, _asked, _asked_at, _raised
     _ending = _told = False
+    _asked, _asked_at, _raised = 0, -math.inf, 0
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup and background jobs have it
+        signal.signal(signal.SIGINT, _stop)
     sys.unraisablehook = _not_lost
     if not is_rank:
         return
@@ -56,30 +121,47 @@ def stop_on_sigterm(is_rank: bool) -> None:
     threading.Thread(target=_end_if_deaf, args=(ear,), name="tandem-sigterm", daemon=True).start()
 
 
+def stop_requested() -> int:
+    """The number of the signal that asked this process to end, which something swallowed; 0 if none came."""
+    return _asked
+
+
+def stopped(number: int) -> KeyboardInterrupt:
+    """What ends a run that the signal ``number`` asked to end."""
+    return KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt()
+
+
 def _end_if_deaf(ear: int) -> None:
     while os.read(ear, 1)[0] != signal.SIGTERM:
         pass
     time.sleep(DEAF)
-    if not _ending:
+    if not (_ending or _asked):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    global _ending, _told
+    global _told, _asked, _asked_at, _raised
     if _ending:
-        _told = True
+        _told = _told or signum == signal.SIGTERM
         return
-    _ending = True
-    raise KeyboardInterrupt("SIGTERM")
+    now = time.monotonic()
+    if _asked and now - _asked_at < AGAIN:
+        return
+    _asked, _asked_at, _raised = _asked or signum, now, _raised + 1
+    if _raised > 2:  # swallowed twice, as by an endless loop around a bare except
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+        return
+    raise stopped(signum)
 
 
 def _not_lost(lost: sys.UnraisableHookArgs) -> None:
     """Gives a signal once more that came in a ``__del__``, out of which no exception leads."""
-    global _ending
+    global _asked_at, _raised
     if not isinstance(lost.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
-    _ending = False
+    _asked_at, _raised = -math.inf, _raised - 1
     number = signal.SIGTERM if "SIGTERM" in lost.exc_value.args else signal.SIGINT
     threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
@@ -99,10 +181,12 @@ def clear(run_dir: Path) -> None:
 def leave(run_dir: Path, rank: int, error: Exception) -> None:
     """Writes this rank's error for rank 0 and the launcher, unless it only follows from another rank's."""
     if not lost_connection(error):
-        run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
         what = "".join(traceback.format_exception_only(error)).strip()
         text = f"{what}\n\n{''.join(traceback.format_exception(error))}"
-        records.write_atomically(_file(run_dir, rank), text)
+        with contextlib.suppress(OSError):  # a disk without room must not hide the error
+            if not isinstance(error, ConfigError):  # for one rank 0 takes the folder away, perhaps before this
+                run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 makes it, perhaps a little later
+            records.write_atomically(_file(run_dir, rank), text)
 
 
 def cause(run_dir: Path, error: BaseException) -> BaseException:
@@ -120,7 +204,7 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     # another launcher a rank of this machine may have ended because of one elsewhere, whose file takes longer to show.
     deadline = time.monotonic() + PATIENCE
     while True:
-        told = _told and LAUNCHER in os.environ
+        told = (_told or _asked) and LAUNCHER in os.environ
         last_look = told or isinstance(error, KeyboardInterrupt) or time.monotonic() >= deadline
         if (found := _left(run_dir)) is not None:
             break
@@ -128,7 +212,14 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
             return error
         time.sleep(0.1)
     rank, what = found
+    if what.startswith(_REFUSED):
+        return ConfigError(what.removeprefix(_REFUSED))
     return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
+
+
+def was_stopped(run_dir: Path | None) -> bool:
+    """True for a folder whose run ended by a signal, as rank 0 wrote it there."""
+    return run_dir is not None and records.load_run(run_dir).crash.startswith("KeyboardInterrupt")
 
 
 def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
@@ -150,10 +241,11 @@ def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
         elif crash and not stopped and not killed:
             rank, what = 0, crash.partition("\nAfter step ")[0]
         if not crash or stopped or (killed and found is None):
-            records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
-            write_report(run_dir)
+            with contextlib.suppress(OSError):
+                records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
+                write_report(run_dir)
         report = f"; the run so far: {run_dir / records.REPORT}"
-    print(f"error: rank {rank} failed: {what}{report}", file=sys.stderr)
+    print(f"error: rank {rank} failed: {one_line(what)}{report}", file=sys.stderr)
 
 
 def _file(run_dir: Path, rank: int) -> Path:

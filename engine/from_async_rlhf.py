@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from engine import cli
+from engine import cli, yaml_file
 from engine.async_rlhf_keys import (
     DEFAULTS,
     DERIVED,
@@ -198,7 +198,7 @@ def read(argv: list[str]) -> tuple[str, dict[str, Any], int, dict[str, Any] | No
         "--processes", type=int, help="training processes they would be started with. Default: accelerate's, or 1"
     )
     options, rest = parser.parse_known_args(argv)
-    theirs = cli.load_yaml(options.config) if options.config else {}
+    theirs = yaml_file.read(options.config) if options.config else {}
     while rest:
         key, *rest = rest
         if not key.startswith("--"):
@@ -212,7 +212,7 @@ def read(argv: list[str]) -> tuple[str, dict[str, Any], int, dict[str, Any] | No
         theirs[key.replace("-", "_")] = read_values if listed or len(read_values) > 1 else read_values[0]
     launcher = None
     if options.accelerate:
-        launcher = cli.load_yaml(options.accelerate)
+        launcher = yaml_file.read(options.accelerate)
         inner = launcher.pop("deepspeed_config", None) or {}
         launcher |= {f"deepspeed_config.{key}": value for key, value in inner.items()}
     processes = options.processes or int((launcher or {}).get("num_processes", 1))

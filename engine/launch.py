@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine import failures
@@ -16,6 +18,10 @@ from engine.config import Config, ConfigError
 
 FOLDER_FILE = "TANDEM_FOLDER_FILE"
 """The environment variable with the file in which rank 0 tells our launcher the run folder."""
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun and deepspeed tell each rank. An address and a port alone make no rank of a process."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""A rank's exit status after a signal, also one that another rank got and swallowed."""
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -43,13 +49,14 @@ def device_type(config: Config) -> str:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU, or on a CPU as few as can be."""
-    if is_rank():
-        if not os.environ["WORLD_SIZE"].isdigit():
-            raise ConfigError(
-                f"the environment variable WORLD_SIZE is '{os.environ['WORLD_SIZE']}', not a number of ranks"
-            )
-        _check_local_rank(config)
+    """Ranks of the whole run: torchrun's, else ``launch.ranks``, else one a GPU, or on a CPU as few as can be.
+
+    Raises:
+        ConfigError: there are not so many GPUs, or a launcher's environment is there only in part, or is of another
+            number of ranks.
+    """
+    if any(name in os.environ for name in LAUNCHED[:3]):
+        _check_launched(config)
         return int(os.environ["WORLD_SIZE"])
     gpus = visible_gpus() if device_type(config) == "cuda" else 0
     ranks = config.launch.ranks or max(1, gpus, config.generating_ranks and config.generating_ranks + 1)
@@ -58,14 +65,39 @@ def world_size(config: Config) -> int:
     return ranks
 
 
-def _check_local_rank(config: Config) -> None:
-    """A rank takes the GPU of its number on its machine."""
-    local, gpus = os.environ.get("LOCAL_RANK", ""), visible_gpus()
-    if not local.isdigit():
+def _check_launched(config: Config) -> None:
+    """A rank needs all that torchrun and deepspeed set; a shell in which some of it was left is no rank."""
+    there = [name for name in LAUNCHED if os.environ.get(name, "") != ""]
+    present = [name for name in LAUNCHED if name in os.environ]
+    remedy = f"start with torchrun or deepspeed, or run: unset {' '.join(present)}"
+    if lacking := [name for name in LAUNCHED if name not in there]:
         raise ConfigError(
-            f"RANK and WORLD_SIZE are set, but LOCAL_RANK is '{local}': start with torchrun or deepspeed, or unset them"
+            f"the environment variable(s) {', '.join(there or present)} say that this process is a rank, but "
+            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing: {remedy}"
         )
-    if device_type(config) == "cuda" and gpus and int(local) >= gpus:
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        text = os.environ[name]
+        if not (text.isascii() and text.isdigit()):
+            raise ConfigError(f"the environment variable {name} is '{text}', not a number: {remedy}")
+        numbers[name] = int(text)
+    rank, ranks, local = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+    if rank >= ranks or local >= ranks:
+        name = "RANK" if rank >= ranks else "LOCAL_RANK"
+        raise ConfigError(
+            f"the environment variable {name} is {numbers[name]}, but WORLD_SIZE is {ranks}; ranks count from 0: "
+            f"{remedy}"
+        )
+    if not 0 < numbers["MASTER_PORT"] < 2**16:
+        raise ConfigError(f"the environment variable MASTER_PORT is {numbers['MASTER_PORT']}, no port: {remedy}")
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))  # torchrun's; launch.ranks are those of this machine
+    if config.launch.ranks and str(config.launch.ranks) not in (here, str(ranks)):
+        raise ConfigError(
+            f"launch.ranks is {config.launch.ranks}, but a launcher's environment variable WORLD_SIZE is {ranks}: "
+            f"leave launch.ranks out, or run: unset {' '.join(present)}"
+        )
+    gpus = visible_gpus()
+    if device_type(config) == "cuda" and gpus and local >= gpus:
         raise ConfigError(
             f"LOCAL_RANK is {local}, but {gpus} GPU(s) are visible on this machine: one process a GPU "
             "(torchrun --nproc-per-node)"
@@ -104,8 +136,6 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
         0 if every rank ended well, 1 if one failed, 2 for a configuration that cannot work, 128 and the signal's number
         if a signal ended the run.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ[failures.LAUNCHER] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -121,22 +151,43 @@ def start_ranks(ranks: int, argv: list[str]) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    with tempfile.NamedTemporaryFile("r", prefix="tandem-") as folder_file:
-        os.environ[FOLDER_FILE] = folder_file.name
+    with tempfile.TemporaryDirectory(prefix="tandem-") as messages, _environment():
+        folder_file = Path(messages) / "folder"
+        os.environ[FOLDER_FILE] = str(folder_file)
+        os.environ[failures.REFUSAL_FILE] = str(Path(messages) / "refusal")
+        os.environ[failures.LAUNCHER] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         try:
             elastic_launch(how, sys.executable)("-u", "-m", "engine.run", *argv)
         except SignalException as stopped:
+            print("interrupted", file=sys.stderr)
             return 128 + stopped.sigval
         except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if failure.exitcode == 2:  # a configuration that cannot work; the rank has said so
+            if line := failures.refusal():
+                print(line, file=sys.stderr)
                 return 2
+            rank, failure = failed.get_first_failure()
+            told = folder_file.read_text(encoding="utf-8") if folder_file.exists() else ""
+            run_dir = Path(told) if told else None
+            if failure.exitcode in STOPPED and failures.was_stopped(run_dir):
+                print("interrupted", file=sys.stderr)
+                return failure.exitcode
             killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT  # NCCL aborts when a peer is gone
             what = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-            folder = folder_file.read()
-            failures.tell(Path(folder) if folder else None, rank, what, killed)
+            failures.tell(run_dir, rank, what, killed)
             return 1
     return 0
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Leaves the environment as it was."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def tell_folder(run_dir: Path) -> None:

@@ -35,6 +35,7 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
             run.evaluate()
 
         while run.state.step < config.train.steps:
+            run.stop_if_asked()
             samples = run.sample()
             run.rest()
             with run.phase("reward"):
@@ -67,6 +68,7 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
             if old is None:
                 rollout = dataclasses.replace(rollout, old_logprobs=update.old_logprobs)
             run.finish_step(samples, rollout, objective.metrics | update.metrics)
+            run.stop_if_asked()
             run.evaluate()
             run.save()
         run.finish()

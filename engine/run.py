@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from engine import children, cli, failures, launch, memory, state
+from engine import children, cli, config_checks, disk, failures, folder, launch, memory, state
 from engine.config import Config, ConfigError
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
@@ -44,25 +44,23 @@ def main(argv: list[str] | None = None) -> int:
         faulthandler.enable()  # a rank that a library ends by a signal says where it was
     try:
         config, options = cli.parse(argv)
+        if options.print_config:
+            return _print_config(config)
         world_size, device_type = launch.world_size(config), launch.device_type(config)
         config.check(world_size, device_type)
-        if options.print_config:
-            print(cli.dump_yaml(config), end="")
-            return 0
         if config.memory.explain:
             for plan in memory.plans(config, world_size, memory.gpu_bytes(config)).values():
                 print(plan.table())
             return 0
         if config.resume is None:
-            _check_new_run(config)
+            folder.check_new(config)
         else:
             _check_resumed_run(config, world_size)
         _check_packages(config)
         if device_type == "cuda" and not launch.is_rank():
             memory.plans(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return failures.refuse(error)
     launch.tidy_environment(device_type)
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
@@ -74,18 +72,24 @@ def main(argv: list[str] | None = None) -> int:
 
         loop.run(config, preflight.read(config), options.config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return failures.refuse(error)
     except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
+        if not failures.ours():  # the launcher says it
+            print("interrupted", file=sys.stderr)
         return failures.status(error)
     except failures.RankFailed as error:  # that rank has printed its traceback; our launcher has the last word
         if failures.LAUNCHER not in os.environ:
             print(f"error: {error}", file=sys.stderr)
         return 1
+    except disk.WriteFailed as error:
+        if not failures.ours():  # the launcher says it
+            print(f"error: {failures.one_line(str(error))}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not failures.lost_connection(error):
             raise
+        if failures.ours() and failures.refusal(wait=1.0):
+            return 1
         print(
             f"rank {os.environ.get('RANK')}: {' '.join(str(error).split())}", file=sys.stderr
         )  # follows from another's
@@ -93,36 +97,38 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _check_new_run(config: Config) -> None:
-    """A new run needs a folder of its own, and the right to make it."""
-    output = Path(config.output_dir)
-    if config.name is not None and (output / config.name / "metrics.jsonl").exists():
-        folder = output / config.name
-        raise ConfigError(f"name: {folder} exists; go on with --resume {folder}, or give another --name")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: cannot make {output}: {error.strerror}") from None
-    if not os.access(output, os.W_OK):
-        raise ConfigError(f"output_dir: cannot write to {output}")
+def _print_config(config: Config) -> int:
+    """The configuration on stdout, for ``--config`` to take again, and on stderr why it would not run yet."""
+    print(cli.dump_yaml(config.model_copy(update={"resume": None})), end="")
+    lacks = config_checks.missing(config)
+    if not lacks:
+        try:
+            config.check(launch.world_size(config), launch.device_type(config))
+        except ConfigError as error:
+            lacks = [str(error)]
+    for line in lacks:
+        print(f"not ready to run: {failures.one_line(line)}", file=sys.stderr)
+    return 0
 
 
 def _check_resumed_run(config: Config, world_size: int) -> None:
     """A resumed run needs a checkpoint of the same kind of run, by as many ranks, and something left to do."""
-    folder = Path(str(config.resume))
-    checkpoint = state.newest(folder)
+    run_dir = Path(str(config.resume))
+    checkpoint = state.newest(run_dir)
     if checkpoint is None:
-        raise ConfigError(f"resume: {folder} has no checkpoint (save.every_steps writes them); start anew")
-    before = dict(cli.flat(cli.load_run(folder)))
+        torn = f" that is whole: {faults[0]}" if (faults := state.torn(run_dir)) else ""
+        raise ConfigError(f"resume: {run_dir} has no checkpoint{torn} (save.every_steps writes them); start anew")
+    disk.probe("resume", run_dir)
+    before = dict(cli.flat(cli.load_run(run_dir)))
     for key, value in cli.flat(config):
         if key in FIXED and value != before[key]:
-            raise ConfigError(f"resume: {key} is {before[key]} in {folder} and cannot become {value}")
+            raise ConfigError(f"resume: {key} is {before[key]} in {run_dir} and cannot become {value}")
     saved = state.read(checkpoint)
     if saved.world_size != world_size:
         raise ConfigError(
             f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks"
         )
-    finished = saved.step == config.train.steps and (folder / "summary.json").exists()
+    finished = saved.step == config.train.steps and (run_dir / "summary.json").exists()
     if finished or saved.step > config.train.steps:
         raise ConfigError(
             f"resume: {checkpoint} has all of train.steps ({config.train.steps}); give more, --train.steps N"

@@ -22,6 +22,7 @@ from engine import (
     device_memory,
     experience,
     export,
+    failures,
     folder,
     memory,
     rewards,
@@ -106,6 +107,8 @@ class Session:
             self.say("\n".join(dict.fromkeys(one.table() for one in start.plans.values())))  # one without a GPU
         for note in inputs.notes:
             self.say(note)
+        if world.main and (room := folder.room_note(config, start.path, run_dir)):
+            self.say(room)
         if world.link:
             for rank in range(config.generating_ranks):
                 world.link.send(f"start-{rank}", split.Start(str(run_dir), start.path))
@@ -136,7 +139,7 @@ class Session:
             self._turns.make_room()
             self._turns.hand_over(self.state.version)
             self._turns.resume(state.in_flight(checkpoint, world), self.state.step, self.state.cursor)
-            self.say(f"Resumed from {checkpoint}")
+            self.say("\n".join([*state.torn(run_dir), f"Resumed from {checkpoint}"]))
         self._cursor = self.state.cursor
         self._sampled: list[Sample] = []
         self._evaluated = False
@@ -151,7 +154,7 @@ class Session:
         The run's folder comes to be when everything that can be wrong with its inputs has been looked at.
         """
         start = Start.of(config, inputs, world)
-        run_dir = Path(world.broadcast(str(folder.locate(config, config_file)) if world.main else None))
+        run_dir = folder.take(config, config_file, world)
         with folder.recording(config, world, run_dir) as recorder:
             session = cls(config, inputs, start, world, run_dir, recorder)
             if world.main:
@@ -337,6 +340,21 @@ class Session:
                 if self._turns.plan.offload:
                     self._turns.make_room()
                     self._turns.hand_over(self.state.version)
+
+    def stop_if_asked(self) -> None:
+        """Ends the run with a checkpoint if a signal came on any rank that something there has swallowed."""
+        number = int(self.world.max(failures.stop_requested()))
+        if not number:
+            return
+        if self.state.step:
+            with self.phase("save"):
+                if self._turns.plan.offload:
+                    self._turns.rest()
+                    self._turns.take_back()
+                # Ranks that only generate may have ended by the same signal: their batch is not waited for.
+                waiting = self._turns.in_flight(wait=False)
+                state.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
+        raise failures.stopped(number)
 
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""

@@ -193,8 +193,9 @@ class SplitTraining(Turns):
         if self._world.main and self._outstanding:
             self._answer()
 
-    def in_flight(self) -> list[Batch]:
-        self._settle()
+    def in_flight(self, wait: bool = True) -> list[Batch]:
+        if wait:
+            self._settle()
         return [self._drawn[step] for step in sorted(self._drawn)]
 
     def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:

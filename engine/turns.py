@@ -48,8 +48,12 @@ class Turns(ABC):
     def held_out(self) -> list[Sample]:
         """This rank's share of the responses to the held-out prompts, by the newest weights."""
 
-    def in_flight(self) -> list[Batch]:
-        """Batches that are sampled and not yet trained on, waiting for one in progress; this rank's part of them."""
+    def in_flight(self, wait: bool = True) -> list[Batch]:
+        """Batches that are sampled and not yet trained on; this rank's part of them.
+
+        Args:
+            wait: for one in progress on other ranks; one that a thread of this rank draws is always waited for.
+        """
         return []
 
     @abstractmethod
@@ -165,7 +169,7 @@ class Overlapping(Turns):
         self._finished = time.perf_counter()
         return samples
 
-    def in_flight(self) -> list[Batch]:
+    def in_flight(self, wait: bool = True) -> list[Batch]:
         return [self._next.result()] if self._next else []
 
     def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:

@@ -2,12 +2,14 @@
 
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from engine import disk
 from engine.report import records
 from engine.report.display import make_display
 from engine.report.html import write_report
@@ -56,7 +58,12 @@ class Recorder:
             self.message(f"No TensorBoard events: {problem}")
             return None
         purge_step = start_step + 1 if start_step > 0 else 0
-        return SummaryWriter(str(self.run_dir / records.TENSORBOARD), purge_step=purge_step)
+        threading.excepthook = _quiet_about_events
+        try:
+            return SummaryWriter(str(self.run_dir / records.TENSORBOARD), purge_step=purge_step)
+        except OSError as problem:
+            self.message(f"No TensorBoard events: {problem}")
+            return None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,8 +93,9 @@ class Recorder:
     def _record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write one line of metrics and return the finite ones; the others are null in the file, and counted."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._metrics.write(records.json_line({"step": step, **values}) + "\n")
-        self._metrics.flush()
+        with disk.writing(self.run_dir / records.METRICS):
+            self._metrics.write(records.json_line({"step": step, **values}) + "\n")
+            self._metrics.flush()
         usable = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in values.keys() - usable.keys():
             if name not in self.not_finite:
@@ -95,15 +103,20 @@ class Recorder:
             self.not_finite[name] = self.not_finite.get(name, 0) + 1
             self._progress.not_finite += 1
         if self._tensorboard is not None:
-            for name, value in usable.items():
-                self._tensorboard.add_scalar(name, value, step)
+            try:
+                for name, value in usable.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            except OSError as problem:  # they are a copy of metrics.jsonl
+                self.message(f"No more TensorBoard events: {problem}")
+                self._tensorboard = None
         return usable
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record some of the step's samples: prompt, response, reward, finish_reason, and whatever else is known."""
-        for row in rows:
-            self._samples.write(records.json_line({"step": step, **row}) + "\n")
-        self._samples.flush()
+        with disk.writing(self.run_dir / records.SAMPLES):
+            for row in rows:
+                self._samples.write(records.json_line({"step": step, **row}) + "\n")
+            self._samples.flush()
 
     def message(self, text: str) -> None:
         """Say something to whoever is watching."""
@@ -120,16 +133,14 @@ class Recorder:
         self._progress.ended = (
             "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "crashed"
         )
-        self._display.close()
-        self._metrics.close()
-        self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if summary is not None:
-            text = records.json_text(summary)
-            records.write_atomically(self.run_dir / records.SUMMARY, text)
-        if error is not None:
-            records.write_atomically(self.run_dir / records.CRASH, self._crash_text(error))
+        self._end_files()
+        try:
+            if summary is not None:
+                records.write_atomically(self.run_dir / records.SUMMARY, records.json_text(summary))
+            if error is not None:
+                records.write_atomically(self.run_dir / records.CRASH, self._crash_text(error))
+        except OSError as problem:  # a full disk; the error itself is what is to be seen
+            self.message(f"Could not be written: {problem}")
         try:
             report = write_report(self.run_dir)
         except Exception as problem:
@@ -144,11 +155,14 @@ class Recorder:
     def discard(self) -> None:
         """End a run that was refused: nobody will read its files."""
         self._progress.ended = "stopped"
+        self._end_files()
+
+    def _end_files(self) -> None:
         self._display.close()
-        self._metrics.close()
-        self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for file in (self._metrics, self._samples, self._tensorboard):
+            with suppress(OSError):  # what is still to be written finds no room
+                if file is not None:
+                    file.close()
 
     def say_last(self, text: str) -> None:
         """Print ``text`` below everything else, after ``close``: as it is, so that its paths can be copied."""
@@ -161,3 +175,9 @@ class Recorder:
             where += f", during {self._failed_phase}"
         what = "".join(traceback.format_exception_only(error)).strip()
         return f"{what}\n{where}.\n\n{''.join(traceback.format_exception(error))}"
+
+
+def _quiet_about_events(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard writes in a thread, which keeps its error for the next call and prints a traceback besides."""
+    if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(failed)

@@ -1,5 +1,6 @@
 """The files of a run folder: written so that a crash at any moment loses at most the line being written."""
 
+import contextlib
 import json
 import math
 import os
@@ -64,11 +65,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` in one move: a reader, or a crash, sees the old text or the new text and never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # on a full disk it takes what the report needs
+            temporary.unlink()
+        raise
 
 
 def rewind(path: Path, step: int) -> None:

@@ -1,0 +1,119 @@
+"""Writing to a disk that may be full: what is torn goes, and one line says why. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+GIB = 2**30
+_UNNAMED = re.compile(r"PytorchStreamWriter|inline_container|file write failed|unexpected pos \d+")
+"""PyTorch's writer of zip files does not say what the system said."""
+
+
+class WriteFailed(Exception):
+    """A file of the run could not be written; the message is one line."""
+
+
+@contextlib.contextmanager
+def writing(what: Path, tidy: Callable[[], None] | None = None) -> Iterator[None]:
+    """Turns the errors of writing into ``WriteFailed``; ``tidy`` takes away what is torn, whatever ended it.
+
+    Raises:
+        WriteFailed: names ``what``, the system's reason and the room that was left before anything was removed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        free = free_bytes(what)
+        reason = _reason(error, free)
+        if tidy is not None:
+            with contextlib.suppress(OSError):
+                tidy()
+        if reason is None:
+            raise
+        raise WriteFailed(
+            f"{what} could not be written: {reason} ({free / GIB:.3g} GiB were free): make room, then go on "
+            "with --resume"
+        ) from error
+
+
+def _reason(error: BaseException, free: int) -> str | None:
+    """The system's words for why a write failed, or None for an error of another kind."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for one in chain:
+        if isinstance(one, OSError) and one.errno and not isinstance(one, (ConnectionError, TimeoutError)):
+            return os.strerror(one.errno)
+        if isinstance(one, Exception) and (code := re.search(r"\(os error (\d+)\)", str(one))):  # safetensors'
+            return os.strerror(int(code[1]))
+    if any(isinstance(one, RuntimeError) and _UNNAMED.search(str(one)) for one in chain):
+        return os.strerror(errno.ENOSPC) if free < GIB else "the system did not say why"
+    return None
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder that could not be written to the end, and at once its bytes.
+
+    A file that is removed while it is open keeps them, and the error that is on its way holds the writer's file open.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes for this user on the disk of ``path``, or of its nearest parent that exists."""
+    for place in (path, *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+def used_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder that may not exist."""
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(directory, name)).st_size
+    return total
+
+
+def probe(key: str, folder: Path) -> None:
+    """Makes sure that a file can be made in ``folder``, by making one; leaves nothing behind.
+
+    Permissions do not tell: root has all of them, also on a read-only file system.
+
+    Raises:
+        ConfigError: names the setting ``key``.
+    """
+    import tempfile
+
+    from engine.config import ConfigError
+
+    made: list[Path] = []
+    try:
+        missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+        for one in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another run that starts at the same moment
+                one.mkdir()
+                made.append(one)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from None
+    finally:
+        for one in reversed(made):
+            with contextlib.suppress(OSError):
+                one.rmdir()

@@ -1,0 +1,280 @@
+"""What belongs to a run in its folder, and where a run may have one; everything else there stays as it is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.run
+from engine import cli, disk, failures, folder, state
+from engine.config import Config, ConfigError
+from engine.distributed import World
+from tests import users
+
+QUICK = ["--data.task", "addition", "--launch.device", "cpu"]
+
+
+class Engine:
+    """Saves as DeepSpeed's does: one file in a folder of the tag's name."""
+
+    def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
+        (Path(folder) / tag).mkdir()
+        (Path(folder) / tag / "mp_rank_00_model_states.pt").write_bytes(b"weights")
+
+
+class Trainer:
+    engines = {"policy": Engine()}  # noqa: RUF012
+
+
+@pytest.fixture
+def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes the checkpoint of a step as a run of one rank does."""
+    monkeypatch.setattr(World, "barrier", lambda _: None)
+    world = World(0, 1, torch.device("cpu"))
+
+    def saving(step: int, keep: int = 1) -> Path:
+        return state.save(tmp_path, state.OnlineTrainerState(step=step), Trainer(), [], world, keep)  # type: ignore
+
+    return saving
+
+
+def rewrite(checkpoint: Path, **changes: object) -> None:
+    users.edit_json(checkpoint / "state.json", **changes)
+
+
+STRAYS = {
+    "a short number": ("step-9999", True, ""),
+    "a word": ("step-final", True, ""),
+    "one's own choice": ("step-best", True, ""),
+    "a copy": ("step-000002.bak", True, ""),
+    "a file": ("step-000009", False, ""),
+    "no state": ("step-000009", True, "it has no state.json"),
+}
+
+
+@pytest.mark.parametrize("name,directory,fault", STRAYS.values(), ids=STRAYS)
+def test_stray_folders_are_no_checkpoints(tmp_path: Path, save, name: str, directory: bool, fault: str) -> None:
+    save(1)
+    stray = tmp_path / "checkpoints" / name
+    if directory:
+        stray.mkdir()
+    (stray / "mine" if directory else stray).write_text("precious")
+    for step in (2, 3, 4):
+        newest = save(step)
+        assert state.newest(tmp_path) == newest
+    assert (stray / "mine" if directory else stray).read_text() == "precious"
+    assert state.torn(tmp_path) == ([f"{stray} is left out: {fault}"] if fault else [])
+    whole = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path != stray)
+    assert whole == ["step-000003", "step-000004"]
+
+
+def test_a_link_is_no_checkpoint_and_its_target_stays(tmp_path: Path, save) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    save(9).rename(elsewhere)
+    for step in (1, 2, 3):
+        save(step)
+    link = tmp_path / "checkpoints" / "step-000009"
+    link.symlink_to(elsewhere)
+    assert state.newest(tmp_path) == tmp_path / "checkpoints" / "step-000003" and not state.torn(tmp_path)
+    save(9)
+    assert (elsewhere / "state.json").is_file() and state.newest(tmp_path) == link and not link.is_symlink()
+
+
+def empty_file(checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_text("")
+
+
+def half_a_file(checkpoint: Path) -> None:
+    text = (checkpoint / "state.json").read_text()
+    (checkpoint / "state.json").write_text(text[: len(text) // 2])
+
+
+def lost_key(checkpoint: Path) -> None:
+    found = json.loads((checkpoint / "state.json").read_text())
+    del found["cursor"]
+    (checkpoint / "state.json").write_text(json.dumps(found))
+
+
+def truncated(checkpoint: Path) -> None:
+    (checkpoint / "random-0.pt").write_bytes(b"x")
+
+
+TORN = {
+    "empty state": (empty_file, "its state.json is torn"),
+    "half a state": (half_a_file, "its state.json is torn"),
+    "a list": (lambda one: (one / "state.json").write_text("[]"), "lists no files"),
+    "a lost key": (lost_key, "another version of Tandem: cursor"),
+    "a new key": (lambda one: rewrite(one, surprise=1), "another version of Tandem: surprise"),
+    "of before files were listed": (lambda one: rewrite(one, files=None), "lists no files"),
+    "another step": (lambda one: rewrite(one, step=7), "is of step 7"),
+    "no batches": (lambda one: (one / "in-flight-0.pt").unlink(), "in-flight-0.pt is missing"),
+    "no weights": (lambda one: (one / "policy" / "mp_rank_00_model_states.pt").unlink(), "policy/mp_rank_00"),
+    "half a file": (truncated, "random-0.pt has 1 bytes of"),
+}
+
+
+@pytest.mark.parametrize("tear,fault", TORN.values(), ids=TORN)
+def test_a_torn_checkpoint_is_left_out_and_said(tmp_path: Path, save, tear, fault: str) -> None:
+    good, bad = save(2), save(4)
+    tear(bad)
+    assert state.newest(tmp_path) == good and state.read(good).step == 2
+    (line,) = state.torn(tmp_path)
+    assert line.startswith(f"{bad} is left out: ") and fault in line
+    before = sorted(path.name for path in bad.iterdir())
+    assert save(4) == bad == state.newest(tmp_path) and not state.torn(tmp_path)
+    kept = tmp_path / "checkpoints" / "not-a-checkpoint-1-step-000004"
+    assert sorted(path.name for path in kept.iterdir()) == before, "what is not whole is not deleted"
+
+
+def test_a_run_with_nothing_but_a_torn_checkpoint_is_refused(
+    tmp_path: Path, save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost_key(save(2))
+    config = cli.parse(QUICK)[0]
+    (tmp_path / "config.yaml").write_text(cli.dump_yaml(config))
+    assert engine.run.main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "another version of Tandem: cursor" in error, error
+
+
+def test_only_its_own_partial_folder_is_removed(tmp_path: Path, save) -> None:
+    for name in ("partial-step-000002", "partial-step-000007", "partial-mine"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    save(2)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["partial-mine", "partial-step-000007", "step-000002"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert engine.run.main([*QUICK, *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_an_output_dir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in ("/proc/tandem", "/sys", tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", "x" * 300):
+        assert "output_dir: cannot write to" in refused(capsys, "--output_dir", place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_refused_run_makes_no_output_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Also where what is refused comes after the look at the folder."""
+
+    def refuse(_: Config) -> None:
+        raise ConfigError("a package is missing")
+
+    monkeypatch.setattr(engine.run, "_check_packages", refuse)
+    assert "a package" in refused(capsys, "--output_dir", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("own", folder.OWN)
+def test_another_run_s_folder_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / own).write_text("")
+    error = refused(capsys, "--output_dir", tmp_path, "--name", "r")
+    assert f"name: {tmp_path / 'r'} exists and holds {own}" in error and "give another --name" in error
+
+
+def test_a_name_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r").write_text("")
+    assert "is there and no folder" in refused(capsys, "--output_dir", tmp_path, "--name", "r")
+
+
+def named(tmp_path: Path, name: str | None = "r") -> Config:
+    config = cli.parse([*QUICK, "--output_dir", str(tmp_path / "runs")])[0]
+    return config.model_copy(update={"name": name})
+
+
+def test_a_folder_with_one_s_own_things_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "notes.txt").write_text("precious")
+    folder.check_new(named(tmp_path))
+    run_dir = folder.locate(named(tmp_path), None)
+    folder.discard(run_dir)
+    assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_of_two_runs_that_start_at_once_one_takes_the_name(tmp_path: Path) -> None:
+    folder.check_new(named(tmp_path))
+    folder.locate(named(tmp_path), None)
+    with pytest.raises(ConfigError, match="has just been taken by another run"):
+        folder.locate(named(tmp_path), None)
+    places = {folder.locate(named(tmp_path, None), None) for _ in range(3)}
+    assert len(places) == 3
+
+
+def test_a_run_that_is_refused_takes_its_folders_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when another rank refuses: its word comes as a file."""
+    monkeypatch.setattr(failures, "_ending", False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    world = World(0, 2, torch.device("cpu"))
+    config = named(tmp_path).model_copy(update={"live": False})
+    for other in (False, True):
+        run_dir = folder.locate(config, None)
+        with pytest.raises(ConfigError, match=r"^x: no$"), folder.recording(config, world, run_dir):
+            if not other:
+                raise ConfigError("x: no")
+            failures.leave(run_dir, 1, ConfigError("x: no"))
+            raise RuntimeError("gloo: connection closed by peer")
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = users.model_folder(tmp_path / "model")
+    config = named(tmp_path).model_copy(update={"algo": "grpo"})
+    parameters = sum(one.numel() for one in torch.nn.ModuleList([_load(model)]).parameters())
+    needed = 3 * parameters * 12 + 2 * parameters * 4
+    monkeypatch.setattr(disk, "free_bytes", lambda _: needed)
+    assert folder.room_note(config, str(model), tmp_path) is None
+    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - 1)
+    line = folder.room_note(config, str(model), tmp_path)
+    assert line and "\n" not in line and f"{needed / 2**30:.3g} GiB" in line and "3 checkpoints" in line
+    ppo = folder.room_note(config.model_copy(update={"algo": "ppo"}), str(model), tmp_path)
+    assert ppo and ppo != line, "a value model has checkpoints too"
+    (tmp_path / "held").write_bytes(b"x" * 10)
+    resumed = config.model_copy(update={"resume": str(tmp_path)})
+    assert folder.room_note(resumed, str(model), tmp_path) is None, "what the run has written already counts"
+
+
+def _load(model: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
+@pytest.mark.parametrize(
+    "error,reason",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed"), "No space left on device"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), "No space left on device"),
+        (ValueError("Error while serializing: I/O error: x (os error 28)"), "No space left on device"),
+        (RuntimeError("expected scalar type Half"), None),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None),
+    ],
+)
+def test_why_a_write_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 0)
+    removed = []
+    with pytest.raises(disk.WriteFailed if reason else type(error)) as failed:
+        with disk.writing(tmp_path / "model", lambda: removed.append(True)):
+            raise error
+    assert removed and (reason is None or f"{tmp_path / 'model'} could not be written: {reason}" in str(failed.value))
+
+
+def test_states_are_read_back(tmp_path: Path, save) -> None:
+    assert asdict(state.read(save(3))) == asdict(state.OnlineTrainerState(step=3))
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000003"]
