@@ -68,10 +68,10 @@ def state(checkpoint: Path) -> dict[str, Any]:
     "algo,staleness,reward",
     [
         ("grpo", 0, ONE_LEFT),
-        ("rloo", 1, SECOND),
+        pytest.param("rloo", 1, SECOND, marks=pytest.mark.slow),
         ("ppo", 1, SECOND),
         ("online_dpo", 0, ONE_LEFT),
-        ("bok", 0, SECOND),
+        pytest.param("bok", 0, SECOND, marks=pytest.mark.slow),
     ],
 )
 def test_a_skipped_batch_is_a_step_that_changes_no_weight(
@@ -98,7 +98,10 @@ def test_a_skipped_batch_is_a_step_that_changes_no_weight(
     assert None not in rows[1].values()
     assert rows[2].get("off_policy/staleness") == staleness
     said = [line for line in capsys.readouterr().out.splitlines() if "trains on nothing" in line]
-    assert len(said) == 1 and said[0].startswith(f"Step 2 trains on nothing: {0 if reward == SECOND else 1} of 16")
+    what = "0 of 16 responses got a reward"
+    if reward == ONE_LEFT:
+        what = f"1 of 16 responses got a reward, and no prompt has the 2 that {algo} compares"
+    assert said == [f"Step 2 trains on nothing: {what} (1 in a row, of 10 by rollout.max_skipped_batches)"]
     samples = [json.loads(line) for line in (tmp_path / "runs/run/samples.jsonl").read_text().splitlines()]
     assert any(row["step"] == 2 and row["reward"] is None for row in samples), "what was given no score can be seen"
 
@@ -130,21 +133,6 @@ def test_one_more_than_allowed_ends_the_run_also_over_a_resume(
     assert "RewardError: step 4: nothing to train on" in (folder / "crash.txt").read_text()
     said = capsys.readouterr().out
     assert "(3 in a row, of 3 by rollout.max_skipped_batches)" in said
-
-
-def test_none_may_be_allowed(tmp_path: Path, model: Path) -> None:
-    given = arguments(tmp_path, model, ONE_LEFT, "--rollout.max_skipped_batches", "0")
-    with pytest.raises(
-        RewardError, match=r"step 2: .*1 of 16 responses got a reward, and no prompt has the 2 that grpo"
-    ):
-        run.main(given)
-
-
-def test_a_count_in_a_row_starts_anew(tmp_path: Path, model: Path) -> None:
-    every_other = REWARD + "    return [None] * len(scores) if step % 2 else scores\n"
-    options = ["--rollout.max_skipped_batches", "1", "--train.steps", "5"]
-    assert run.main(arguments(tmp_path, model, every_other, *options)) == 0
-    assert [row["reward/dropped_fraction"] for row in steps(tmp_path / "runs/run")] == [1, 0, 1, 0, 1]
 
 
 def test_two_ranks_skip_together(tmp_path: Path, model: Path) -> None:
