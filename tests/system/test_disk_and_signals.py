@@ -199,6 +199,7 @@ def test_two_ranks_refuse_in_one_line(tmp_path: Path, large_model: Path) -> None
     assert "typo" in refused.stderr and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_for_a_signal_that_one_swallowed(tmp_path: Path, large_model: Path) -> None:
     arguments = users.arguments(tmp_path, large_model, "--train.steps", "50", "--launch.ranks", "2")
     (tmp_path / "reward.py").write_text(
