@@ -308,6 +308,15 @@ def shared_with_group(part: list[Any]) -> tuple[list[list[Any]], int]:
     return parts, group.rank_in_group
 
 
+def sum_over_group(values: Any) -> Any:
+    """The elementwise sum of a tensor over all ranks that hold one engine together."""
+    import torch.distributed as dist
+
+    group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    dist.all_reduce(values, group=group.device_group)
+    return values
+
+
 def load_weights(llm: Any, weights: NamedTensors) -> None:
     """Writes ``weights`` into the engine's model. A tensor may change as soon as the next one is asked for."""
     if on_cpu():
