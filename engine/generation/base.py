@@ -150,7 +150,7 @@ class Generator(ABC):
     def _start(self) -> None: ...
 
     def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor with the numbers that the sampler is to hold, or None where they cannot or need not be compared."""
+        """The tensor with the numbers that the sampler is to hold, or None where they are not compared."""
         return None
 
     def _held(self) -> Held:

@@ -67,7 +67,9 @@ class Sent:
             self._seconds += time.perf_counter() - started
             yield name, tensor
 
-    def receipt(self, version: int, held: Callable[[], Held], unread: list[str], built: dict[str, list[int]]) -> Receipt:
+    def receipt(
+        self, version: int, held: Callable[[], Held], unread: list[str], built: dict[str, list[int]]
+    ) -> Receipt:
         """Compares with what the sampler holds. Waits for a GPU once.
 
         Args:

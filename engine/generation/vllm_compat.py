@@ -333,10 +333,13 @@ def load_weights(llm: Any, weights: NamedTensors) -> None:
 
 
 def as_named_in(model: Any, weights: NamedTensors) -> NamedTensors:
-    """Names as vLLM's ``model`` takes them: its own GPT-NeoX calls the head what checkpoints do, transformers not."""
-    if not hasattr(model, "embed_out"):
-        return weights
-    return ((re.sub(r"^lm_head\.", "embed_out.", name), tensor) for name, tensor in weights)
+    """Names as vLLM's ``model`` takes them."""
+    return ((name_in(model, name), tensor) for name, tensor in weights)
+
+
+def name_in(model: Any, name: str) -> str:
+    """vLLM's own GPT-NeoX calls the head what checkpoints do, transformers not."""
+    return re.sub(r"^lm_head\.", "embed_out.", name) if hasattr(model, "embed_out") else name
 
 
 def _repack_head(model: Any) -> None:

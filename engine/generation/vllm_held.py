@@ -48,8 +48,10 @@ class _Place:
     leaf: str
     dtype: torch.dtype
     parts: list[_Part] = field(default_factory=list)
+    plain: bool = True
+    """The parameter itself is there to be read."""
     packed: bool = False
-    """Its module computes with a repacked copy, which is all there is where the parameter is empty."""
+    """Its module computes with a repacked copy."""
 
     @property
     def parameter(self) -> Tensor:
@@ -92,7 +94,7 @@ class HeldWeights:
         for place in self._places:
             if not any(part.name in names for part in place.parts):
                 continue
-            if place.parameter.numel():
+            if place.plain:
                 for part in place.parts:
                     (cut if part.cut else whole).append((part.name, digest(self._plain(_rows(place.parameter, part)))))
             if place.packed:
@@ -129,40 +131,40 @@ def _places(model: Any, shapes: dict[str, Shape], ranks: int) -> list[_Place]:
     }
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     found: dict[str, dict[int, str]] = {}
-    renamed = dict(zip(shapes, (name for name, _ in compat.as_named_in(model, ((n, None) for n in shapes))), strict=True))
-    for name, there in renamed.items():
-        *path, module, leaf = there.split(".")
-        whole, place = parts_of.get(module, (module, 0))
+    for name in shapes:
+        *path, part, leaf = compat.name_in(model, name).split(".")
+        whole, place = parts_of.get(part, (part, 0))
         key = ".".join([*path, whole, leaf])
         if key not in own and mapper:
             key = mapper._map_name(key) or key
         found.setdefault(key, {})[place] = name
 
-    heads: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding").ParallelLMHead
+    embeddings: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     modules = dict(model.named_modules())
+    heads = [module for module in modules.values() if isinstance(module, embeddings.ParallelLMHead)]
     places: list[_Place] = []
     for key, by_place in found.items():
-        path, _, leaf = key.rpartition(".")
-        module, parameter = modules.get(path), own.get(key)
+        owner, _, leaf = key.rpartition(".")
+        module: Any = modules.get(owner)
+        parameter = own.get(key)
         if module is None or parameter is None:
             continue
-        # Embeddings are repacked too, but only heads compute with that.
+        plain = parameter.numel() > 0
         packed = leaf == "weight" and hasattr(module, "cpu_linear")
-        empty = not parameter.numel()
-        if empty and not packed:
+        if not plain and not packed:
             continue
-        place = _Place(key, module, leaf, parameter.dtype, packed=packed and (empty or isinstance(module, heads)))
-        shape = (module.output_size_per_partition, module.input_size_per_partition) if empty else tuple(parameter.shape)
+        if heads and isinstance(module, embeddings.VocabParallelEmbedding) and module not in heads:
+            packed = False  # nobody multiplies by it
+        shape = tuple(parameter.shape) if plain else (module.output_size_per_partition, module.input_size_per_partition)
         names = [by_place[number] for number in sorted(by_place)]
-        place.parts = _parts({name: shapes[name] for name in names}, shape, ranks, module)
-        if place.parts:
-            places.append(place)
+        if parts := _parts({name: shapes[name] for name in names}, shape, ranks, module):
+            places.append(_Place(key, module, leaf, parameter.dtype, parts, plain, packed))
     # A head that is tied to the embedding has no parameter of its own, but on a CPU a repacked copy.
-    for module in modules.values():
-        if isinstance(module, heads) and hasattr(module, "cpu_linear"):
-            for place in list(places):
-                if place.module is not module and getattr(place.module, "weight", None) is module.weight:
-                    places.append(_Place(place.name, module, "weight", place.dtype, place.parts, packed=True))
+    owners = {id(getattr(place.module, place.leaf)): place for place in places}
+    for head in heads:
+        tied = owners.get(id(head.weight))
+        if hasattr(head, "cpu_linear") and tied and tied.module is not head:
+            places.append(_Place(tied.name, head, "weight", tied.dtype, tied.parts, plain=False, packed=True))
     return places
 
 

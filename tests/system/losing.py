@@ -1,6 +1,7 @@
 """Samplers that keep the old values of one tensor and say nothing; test_hand_over_digest runs them.
 
-As a program, one of a run's two ranks, of which the second has such a sampler. Usage: losing.py TENSOR ARGUMENTS-OF-A-RUN...
+As a program, a run on one rank with such a sampler, or one of a run's two ranks, of which the second has it.
+Usage: losing.py hf|vllm TENSOR ARGUMENTS-OF-A-RUN...; without a TENSOR ('') nothing is lost.
 """
 
 from __future__ import annotations
@@ -30,26 +31,38 @@ def hf(patch: pytest.MonkeyPatch, victim: str) -> None:
 
 
 def vllm(patch: pytest.MonkeyPatch, victim: str) -> None:
-    """vLLM's loaders get one tensor as it came the first time."""
+    """vLLM's loaders, copying or only refreshing the vectors of shared weights, get one tensor as it came first."""
     from engine.generation import vllm_compat
+    from engine.generation.shared_weights import SharedWeights
 
-    load, first = vllm_compat.load_weights, {}
+    load, refresh, first = vllm_compat.load_weights, SharedWeights.refresh, {}
 
-    def losing(llm: Any, weights: Any) -> None:
-        def stream() -> Any:
-            for name, tensor in weights:
-                yield name, first.setdefault(name, tensor.detach().clone()) if name == victim else tensor
+    def stale(weights: Any) -> Any:
+        for name, tensor in weights:
+            yield name, first.setdefault(name, tensor.detach().clone()) if name == victim else tensor
 
-        load(llm, stream())
+    def losing_refresh(self: SharedWeights) -> None:
+        model = self._model()
+        whole = model.load_weights
+        model.load_weights = lambda weights: whole(stale(weights))
+        try:
+            refresh(self)
+        finally:
+            del model.load_weights
 
-    patch.setattr(vllm_compat, "load_weights", losing)
+    patch.setattr(vllm_compat, "load_weights", lambda llm, weights: load(llm, stale(weights)))
+    patch.setattr(SharedWeights, "refresh", losing_refresh)
 
+
+LOSING = {"hf": hf, "vllm": vllm}
 
 if __name__ == "__main__":
+    kind, victim, *arguments = sys.argv[1:]
     with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            hf(patch, sys.argv[1])
+        last = int(os.environ.get("WORLD_SIZE", 1)) - 1
+        if victim and int(os.environ.get("RANK", 0)) == last:
+            LOSING[kind](patch, victim)
         try:
-            print("ended with", engine.run.main(sys.argv[2:]))
+            print("ended with", engine.run.main(arguments))
         except HandOverError as error:
             print("HandOverError:", error)
