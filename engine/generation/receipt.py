@@ -40,7 +40,7 @@ class Receipt:
         return {
             "weights/digest_tensors": float(len(self.sent)),
             "weights/unread_tensors": float(len(self.unread)),
-            "weights/digest_seconds": self.seconds,
+            "time/digest": self.seconds,
         }
 
 

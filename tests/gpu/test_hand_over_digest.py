@@ -72,7 +72,7 @@ def test_runs_compare_every_tensor_that_the_sampler_holds_itself(
     """Of shared weights the vectors: two norms and three biases a layer, and the last norm."""
     output, folder = run(model, tmp_path, "", *how)
     rows = steps(folder)
-    print([row["weights/digest_seconds"] for row in rows], [row["time/sync"] for row in rows])
+    print([row["time/digest"] for row in rows], [row["time/sync"] for row in rows])
     assert "ended with 0" in output
     assert [row["weights/digest_tensors"] for row in rows] == [compared] * 3
     assert [row["weights/unread_tensors"] for row in rows] == [0] * 3
