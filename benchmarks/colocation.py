@@ -21,6 +21,7 @@ SETTINGS = {
 UNITS = {
     "handover_cycle_s": "s",
     "handover_share": "share of a step",
+    "digest_s": "s",
     "offload_s": "s",
     "step_s": "s",
     "gap_mean_nats": "nats",
@@ -42,6 +43,7 @@ def metrics(rows: Rows) -> dict[str, float]:
     found = {
         "handover_cycle_s": statistics.median(cycles),
         "handover_share": statistics.median(c / row["time/step"] for c, row in zip(cycles, later, strict=True)),
+        "digest_s": statistics.median(row["time/digest"] for row in later),
         "step_s": statistics.median(row["time/step"] for row in later),
         "gap_mean_nats": max(row["weights/logprob_gap_mean"] for row in rows),
         "gap_p999_nats": max(row["weights/logprob_gap_p999"] for row in rows),

@@ -128,7 +128,7 @@ def turns(
             return _generator(config, path, inputs, world, plan, shared)
 
     if config.generating_ranks:
-        return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens)
+        return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens, say)
     pair = Colocation(
         world,
         plans["train"],

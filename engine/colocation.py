@@ -3,7 +3,7 @@
     generate -> rest, take_back -> train -> make_room, hand_over -> generate
 
 Before the first step the whole turn is proved: the sampler sleeps, takes the weights it had, and must give the same
-greedy tokens as before.
+greedy tokens as before. After every hand-over what lies in the sampler is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine import weights
+from engine import proof, weights
 from engine.distributed import World
 from engine.generation.base import Generator, Request, Sampling
+from engine.proof import HandOverError
 from engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from engine.memory import MemoryPlan
 
     BuildGenerator = Callable[[MemoryPlan, SharedWeights | None], Generator]
-
-
-class HandOverError(RuntimeError):
-    """The sampler gives other tokens after a turn, though it took the same weights."""
 
 
 class Colocation:
@@ -71,6 +68,8 @@ class Colocation:
             self.generator.sleep()
             self.trainer = build_trainer()
         self._prove(before)
+        if self.generator.unread:
+            say(proof.unread(self.generator.unread))
 
     def _shared_weights(self, copying_plan: Callable[[], MemoryPlan]) -> SharedWeights | None:
         from engine.generation.shared_weights import SharedWeights
@@ -99,20 +98,40 @@ class Colocation:
             self.trainer.offload()
 
     def hand_over(self, version: int) -> None:
-        """The sampler gets the trainer's weights, after ``version`` updates, and its memory."""
+        """The sampler gets the trainer's weights, after ``version`` updates, and its memory.
+
+        Raises:
+            HandOverError: on all ranks, if the sampler of any does not hold what it was sent.
+        """
+        if lost := self._renew(version):
+            raise proof.lost(version, lost)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last hand-over."""
+        return self.generator.receipt.metrics if self.generator.receipt else {}
+
+    def _renew(self, version: int) -> list[str]:
+        """The hand-over; gives the tensors that any rank's sampler lost. Collective."""
         self.generator.renew(weights.full_weights(self.trainer.policy), version)
+        lost = self.generator.receipt.lost if self.generator.receipt else []
+        if not self._world.max(bool(lost)):
+            return []
+        return list(dict.fromkeys(name for rank in self._world.gather(lost) for name in rank))
 
     def _greedy(self) -> list[list[int]]:
         return [response.token_ids for response in self.generator.generate(*self._probe)]
 
     def _prove(self, before: list[list[int]]) -> None:
         self.make_room()
-        self.hand_over(0)
+        lost = self._renew(0)
+        if lost and self.plan.sleep != "level2":
+            raise proof.lost(0, lost)
         self.answers = after = self._greedy()
-        if not self._world.max(after != before):
+        if not self._world.max(after != before) and not lost:
             return
         changed = [f"{old} became {new}" for old, new in zip(before, after, strict=True) if old != new]
-        where = changed[0] if changed else "on another rank"
+        where = changed[0] if changed else f"lost: {', '.join(lost[:4])}" if lost else "on another rank"
         if self.plan.sleep != "level2":
             raise HandOverError(
                 f"the sampler's greedy tokens changed over a sleep ({self.plan.sleep}) and a hand-over of the same "

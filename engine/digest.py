@@ -40,7 +40,7 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 def read(digests: Sequence[Tensor]) -> list[int]:
-    """Their values; waits for their device once."""
+    """Their values, of digests on one device; waits for it once."""
     return torch.stack(list(digests)).tolist() if digests else []
 
 

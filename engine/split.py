@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from engine import failures, weights
-from engine.colocation import HandOverError
+from engine import digest, failures, proof, weights
 from engine.config import Config
 from engine.device_memory import Meter
 from engine.distributed import World
 from engine.footprint import GIB
-from engine.generation.base import Generator, Request, Sampling, Text
+from engine.generation.base import Generator, NamedTensors, Request, Sampling, Text
+from engine.generation.receipt import Receipt
 from engine.link import Link, Manifest
 from engine.memory import MemoryPlan
-from engine.proof import Proof
+from engine.proof import HandOverError, Proof
 from engine.sample import Sample
 from engine.source import Batch, Source
 from engine.training.trainer import Trainer
@@ -69,6 +70,7 @@ class SplitTraining(Turns):
         plan, sampler_plan: of this side's memory, and of the other's.
         probe: token ids of prompts that hand-overs are proved with.
         tokens: greedy tokens to each of them.
+        say: tells the person something.
 
     Raises:
         HandOverError: the sampler's greedy tokens change by a hand-over of the weights it has.
@@ -83,6 +85,7 @@ class SplitTraining(Turns):
         sampler_plan: MemoryPlan,
         probe: list[list[int]],
         tokens: int,
+        say: Callable[[str], None],
     ) -> None:
         self._world, self.trainer, self.plan, self._sampler_plan = world, trainer, plan, sampler_plan
         self._steps, self._staleness = config.train.steps, config.schedule.staleness
@@ -95,9 +98,13 @@ class SplitTraining(Turns):
         self._last: dict[str, float] = {}  # of the last batch
         self._proof: Proof | None = None
         self._expected: np.ndarray | None = None
+        self._sent: dict[str, torch.Tensor] = {}  # digests of the weights that went with the last order
+        self._unread: list[str] = []  # in the other side's samplers
         self._proved: dict[str, float] = {}
         answers = self._probed(probe, tokens)
         self._proof = Proof(probe, answers, config.generation.max_logprob_gap)
+        if self._unread:
+            say(proof.unread(self._unread))
 
     @property
     def _link(self) -> Link:
@@ -152,14 +159,20 @@ class SplitTraining(Turns):
             self._link.send(f"order-{self._orders}", Order(kind, self._version, manifest, texts, **details))
             self._outstanding = kind
         if send:
-            tensors = (tensor for _, tensor in weights.full_weights(self.trainer.policy))
+            tensors = weights.full_weights(self.trainer.policy)
             if self._world.main:
-                self._link.send_tensors(tensors)
+                self._sent = {}
+                self._link.send_tensors(self._digested(tensors))
             else:  # ZeRO-3 gathers on all ranks
                 for _ in tensors:
                     pass
             self._sampler_version = self._version
             self._expected = self._proof.expected(self.trainer) if self._proof else None
+
+    def _digested(self, tensors: NamedTensors) -> Iterator[torch.Tensor]:
+        for name, tensor in tensors:
+            self._sent[name] = digest.digest(tensor)
+            yield tensor
 
     @property
     def _name(self) -> str:
@@ -167,15 +180,26 @@ class SplitTraining(Turns):
 
     def _answer(self) -> Any:
         """Waits for the answer to the last order, and keeps it if it is a batch; on rank 0."""
-        answer, logprobs = self._link.receive(self._name)
+        answer, logprobs, receipts = self._link.receive(self._name)
+        if receipts:
+            self._check(receipts)
         if self._proof and self._expected is not None:
             for rank in logprobs or []:  # the metrics kept are the last generating rank's
-                self._proved = self._proof.check(self._expected, rank, self._sampler_version)
+                self._proved |= self._proof.check(self._expected, rank, self._sampler_version)
         if self._outstanding == "batch":
             self._drawn[answer.step] = answer
             self._step, self._cursor = answer.step + 1, answer.cursor
         self._outstanding = None
         return answer
+
+    def _check(self, receipts: Sequence[Receipt]) -> None:
+        """Raises HandOverError if what a generating rank received is not what was sent, or not what it then holds."""
+        sent = dict(zip(self._sent, digest.read(list(self._sent.values())), strict=True))
+        lost = [name for receipt in receipts for name in receipt.lost]
+        lost += [name for receipt in receipts for name, value in receipt.sent.items() if sent[name] != value]
+        if lost:
+            raise proof.lost(self._sampler_version, list(dict.fromkeys(lost)))
+        self._proved, self._unread = dict(receipts[-1].metrics), receipts[-1].unread
 
     def hand_over(self, version: int) -> None:
         """The weights travel with the next order."""
@@ -232,6 +256,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
             idle += time.perf_counter() - finished
             if order.manifest:
                 generator.renew(world.link.receive_tensors(order.manifest), order.version)
+            receipts = world.gather(generator.receipt) if order.manifest else None
             logprobs = world.gather(generator.logprobs(order.texts)) if order.texts else None
             answer: Any = None
             if order.kind == "batch":
@@ -248,7 +273,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
                 answer = [one.token_ids for one in generator.generate(requests, Sampling(order.tokens, 0.0, ()))]
             finished = time.perf_counter()
             if world.rank == 0:
-                world.link.send(f"answer-{number}", (answer, logprobs))
+                world.link.send(f"answer-{number}", (answer, logprobs, receipts))
             if order.kind == "stop":
                 break
         generator.close()

@@ -101,6 +101,9 @@ class Alternating(Turns):
     def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
         self._cursor = cursor
 
+    def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
+        return self._pair.metrics
+
     def close(self) -> None:
         self._pair.generator.close()
 
@@ -158,6 +161,7 @@ class Overlapping(Turns):
             self._pair.hand_over(self._version)
             expected = self._proof.expected(self.trainer)
             self._proved = self._proof.check(expected, generator.logprobs(self._proof.texts), self._version)
+            self._proved |= self._pair.metrics
 
     def hand_over(self, version: int) -> None:
         self._version = version

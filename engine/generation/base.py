@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from engine.generation.receipt import Held, Receipt, Sent
+
 if TYPE_CHECKING:
     import torch
 
@@ -67,6 +69,11 @@ class Generator(ABC):
     def __init__(self) -> None:
         self.state: State = "ready"
         self.version = 0
+        self.receipt: Receipt | None = None
+        """Of the last hand-over. Whoever hands over looks whether it lost a tensor."""
+        self.unread: list[str] = []
+        """Tensors that cannot be read back from the sampler, by transformers' names."""
+        self._built: dict[str, list[int]] = {}  # digests of what it loaded by itself, where its layout is its own
         self._fresh = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
@@ -95,11 +102,13 @@ class Generator(ABC):
         """Takes the whole policy, its tensors named as in transformers' model. Needs ``weights``.
 
         ``version`` is the number of updates these weights have seen; samples carry it. A tensor needs to be valid only
-        until the next one is taken.
+        until the next one is taken. What then lies in the sampler is compared with what came: see ``receipt``.
         """
         self._expect("load_weights", "weights")
         self._fresh = False  # a load that fails half-way must not be started
-        self._load_weights(weights)
+        sent = Sent(weights, self._as_held)
+        self._load_weights(sent)
+        self.receipt = sent.receipt(version, self._held, self.unread, self._built)
         self.version, self._fresh = version, True
 
     def start(self) -> None:
@@ -139,6 +148,14 @@ class Generator(ABC):
 
     @abstractmethod
     def _start(self) -> None: ...
+
+    def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor with the numbers that the sampler is to hold, or None where they are not compared."""
+        return None
+
+    def _held(self) -> Held:
+        """Digests of what the sampler holds now, of all tensors that ``_as_held`` gives."""
+        return {}
 
     def close(self) -> None:  # noqa: B027  a sampler may have nothing to release
         """Releases what the process would not release by itself; before the process group ends."""

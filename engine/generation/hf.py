@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from engine.digest import digest
 from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
+from engine.generation.receipt import Held
 
 
 class HFGenerator(Generator):
@@ -26,6 +28,7 @@ class HFGenerator(Generator):
         if hasattr(model.config, "output_router_logits"):  # for a loss; transformers cannot make it while generating
             model.config.output_router_logits = False
         self._device, self._max_batch = device, max_batch
+        self._dtypes = {name: parameter.dtype for name, parameter in self._model.named_parameters()}
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))  # like lengths pad little
@@ -77,6 +80,12 @@ class HFGenerator(Generator):
             raise RuntimeError(
                 f"the hand-over left {len(own)} tensors of the sampler as they were: {', '.join(list(own)[:4])}"
             )
+
+    def _as_held(self, name: str, tensor: Tensor) -> Tensor | None:
+        return tensor.to(self._dtypes[name]) if name in self._dtypes else None
+
+    def _held(self) -> Held:
+        return {name: [digest(parameter)] for name, parameter in self._model.named_parameters()}
 
     def _sleep(self) -> None:
         """The model is small where this sampler serves; it stays in memory."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.generation import vllm_compat as compat
 from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
+from engine.generation.receipt import Held, values
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,8 @@ class VLLMGenerator(Generator):
     ) -> None:
         import torch.distributed as dist
 
+        from engine.generation.vllm_held import HeldWeights
+
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError("VLLMGenerator needs torch.distributed, as engine.distributed.joined() starts it")
@@ -100,6 +103,13 @@ class VLLMGenerator(Generator):
         self._level: Sleep = "none" if compat.on_cpu() else sleep
         self._tensor_parallel, self._shared = tensor_parallel, shared
         self._shapes, self._parameters = _checkpoint_layout(model_path)
+        # Shared matrices are the trainer's own memory, whose addresses ``refresh`` compares.
+        copied = {name: shape for name, shape in self._shapes.items() if name in self._parameters}
+        if shared:
+            copied = {name: shape for name, shape in copied.items() if len(shape) < 2}
+        self._weights = HeldWeights(self._llm, copied, tensor_parallel)
+        self.unread = self._weights.unread
+        self._built = values(self._held())
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         if self._tensor_parallel == 1:
@@ -168,11 +178,19 @@ class VLLMGenerator(Generator):
     def _load_weights(self, weights: NamedTensors) -> None:
         """Raises ValueError, naming the tensors, if any is missing, unknown or of a wrong shape."""
         if self._shared:
+            for _ in weights:  # their digests are taken as they pass
+                pass
             self._shared.refresh()
             return
         stream = _CheckedStream(weights, self._shapes)
         compat.load_weights(self._llm, stream)
         stream.raise_problems(self._parameters)
+
+    def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None if name in self.unread else self._weights.as_held(name, tensor)
+
+    def _held(self) -> Held:
+        return self._weights.digests({name for name in self._parameters if name not in self.unread})
 
     def _start(self) -> None:
         if self._level != "none":
@@ -185,7 +203,7 @@ class VLLMGenerator(Generator):
         if self._level != "none" and self.state != "ready":  # vLLM cannot free what it has unmapped
             self._llm.wake_up(None if self.state == "asleep" else ["kv_cache"])
         compat.shut_down(self._llm)
-        del self._llm
+        del self._llm, self._weights
         compat.release_memory()
 
 

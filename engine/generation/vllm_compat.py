@@ -308,6 +308,15 @@ def shared_with_group(part: list[Any]) -> tuple[list[list[Any]], int]:
     return parts, group.rank_in_group
 
 
+def sum_over_group(values: Any) -> Any:
+    """The elementwise sum of a tensor over all ranks that hold one engine together."""
+    import torch.distributed as dist
+
+    group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    dist.all_reduce(values, group=group.device_group)
+    return values
+
+
 def load_weights(llm: Any, weights: NamedTensors) -> None:
     """Writes ``weights`` into the engine's model. A tensor may change as soon as the next one is asked for."""
     if on_cpu():
@@ -324,10 +333,13 @@ def load_weights(llm: Any, weights: NamedTensors) -> None:
 
 
 def as_named_in(model: Any, weights: NamedTensors) -> NamedTensors:
-    """Names as vLLM's ``model`` takes them: its own GPT-NeoX calls the head what checkpoints do, transformers not."""
-    if not hasattr(model, "embed_out"):
-        return weights
-    return ((re.sub(r"^lm_head\.", "embed_out.", name), tensor) for name, tensor in weights)
+    """Names as vLLM's ``model`` takes them."""
+    return ((name_in(model, name), tensor) for name, tensor in weights)
+
+
+def name_in(model: Any, name: str) -> str:
+    """vLLM's own GPT-NeoX calls the head what checkpoints do, transformers not."""
+    return re.sub(r"^lm_head\.", "embed_out.", name) if hasattr(model, "embed_out") else name
 
 
 def _repack_head(model: Any) -> None:

@@ -139,13 +139,15 @@ CURVES = (
     Curve("Learning rate", "Of the policy.", {"rate": "policy/lr"}, from_zero=True, exact=True),
 )
 
+NO_PHASES = ("time/step", "time/digest")
+"""The whole step, and a part of the phase ``sync``."""
 PHASE_TITLE = "Seconds a step, by phase"
 PHASE_NOTE = "Where the trainer's time goes. To wait for a batch is its only part in one that is sampled elsewhere."
 
 
 def phases_in(names: list[str]) -> list[str]:
     """The phases that have a ``time/…`` metric among ``names``, in the order of a step; unknown ones come last."""
-    timed = [name.removeprefix("time/") for name in names if name.startswith("time/") and name != "time/step"]
+    timed = [name.removeprefix("time/") for name in names if name.startswith("time/") and name not in NO_PHASES]
     return [phase for phase in PHASES if phase in timed] + [phase for phase in timed if phase not in PHASES]
 
 

@@ -93,6 +93,9 @@ def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Res
     first = turns.generator.generate(requests, WARM)
     before = [response.token_ids for response in turns.generator.generate([Request(PROMPTS[2], 0)], GREEDY)]
     two_large_steps(turns)
+    receipt = turns.generator.receipt
+    assert receipt and not receipt.lost and not receipt.unread, receipt
+    assert receipt.sent.keys() == {name for name, _, _ in weights.manifest(turns.trainer.policy)}
     whole_and_in_time(turns.trainer.policy, world)
     after = [response.token_ids for response in turns.generator.generate([Request(PROMPTS[2], 0)], GREEDY)]
     assert after != before and turns.generator.version == 2, "the cached keys are of the old weights"

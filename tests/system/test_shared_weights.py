@@ -20,7 +20,8 @@ from engine import distributed
 from engine.generation.base import Request, Sampling
 from engine.generation.shared_weights import SharedWeights
 from engine.generation.vllm import VLLMGenerator
-from tests.system import shared
+from engine.weights import full_weights
+from tests.system import losing, shared
 from tests.system.helpers import run_ranks
 
 MAX_LEN = 64
@@ -79,9 +80,17 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind, stage", [("Qwen2", 2), ("Llama", 0), ("Qwen3", 1)])
 def test_steps_reach_the_sampler_without_a_load(
-    kind: str, stage: int, folder: Path, alone: distributed.World, unpacked: None
+    kind: str,
+    stage: int,
+    folder: Path,
+    alone: distributed.World,
+    unpacked: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused biases, tied and untied heads, norms of q and k; every step changes all of them."""
+    """Fused biases, tied and untied heads, norms of q and k; every step changes all of them.
+
+    Vectors are copied, so their digests are compared: a lost one is named.
+    """
     engine = shared.train(folder / kind, stage, "float32")
     weights = SharedWeights(engine)
     oracle = shared.make_model(kind, TIED[kind], max_position_embeddings=MAX_LEN)
@@ -94,12 +103,23 @@ def test_steps_reach_the_sampler_without_a_load(
         shared.step(engine, number)
         sampler.sleep()
         sampler.wake()
-        sampler.load_weights(iter(()), number)
+        sampler.load_weights(full_weights(engine), number)
         sampler.start()
+        assert sampler.receipt and not sampler.receipt.lost and not sampler.unread
+        assert sampler.receipt.sent.keys() == {name for name, one in trained.items() if one.ndim < 2}
         seen.append(sampled(sampler))
         oracle.load_state_dict(engine.module.model.state_dict())
         assert seen[-1] == expected(oracle)
     assert seen[0] != seen[1] != seen[2]
+    with monkeypatch.context() as patch:
+        losing.vllm(patch, "model.layers.1.input_layernorm.weight")
+        for number in (3, 4):
+            sampler.sleep()
+            sampler.wake()
+            sampler.load_weights(full_weights(engine), number)
+            sampler.start()
+            shared.step(engine, number)
+        assert sampler.receipt.lost == ["model.layers.1.input_layernorm.weight"]
 
     attention = engine.module.model.model.layers[1].self_attn
     for moved, message in (

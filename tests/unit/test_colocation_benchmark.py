@@ -10,6 +10,7 @@ ROW = {
     "time/step": 10.0,
     "time/sleep": 0.1,
     "time/sync": 0.2,
+    "time/digest": 0.01,
     "weights/logprob_gap_mean": 0.01,
     "weights/logprob_gap_p999": 0.05,
     "memory/peak_gib": 60.0,
