@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import data, model_folder
+from engine import data, model_folder, templates
 from engine.config import Config, ConfigError, Data
 from engine.data import Prompt
 from engine.rewards import checkpoint
@@ -30,6 +30,8 @@ class Classifier:
     """What it is called in messages."""
     tokenizer: PreTrainedTokenizerBase | None
     """Its own tokenizer; None where that has the policy's vocabulary, so that the policy's tokens serve."""
+    policy: PreTrainedTokenizerBase
+    """The policy's tokenizer."""
     policy_ends: frozenset[int]
     """Tokens that end a response of the policy."""
     vocabulary: int
@@ -84,7 +86,7 @@ class Classifier:
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
 
     def _templated(self, messages: list[dict[str, Any]], response: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        whole = [*messages, {"role": "assistant", "content": response}]
+        whole = templates.answered(messages, response, self.policy)
         return str(tokenizer.apply_chat_template(whole, tokenize=False))
 
 
@@ -118,8 +120,8 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
         own = None  # type: ignore[assignment]
     elif config.data.chat_template and own.chat_template is None:
         raise ConfigError(f"{name}: its tokenizer has no chat template, which data.chat_template asks for")
-    ends = frozenset() if policy.eos_token_id is None else frozenset([int(policy.eos_token_id)])
-    return Classifier(path, name, own, ends, text.vocab_size, positions, config.data)
+    ends = frozenset(data.stop_token_ids(config, policy))
+    return Classifier(path, name, own, policy, ends, text.vocab_size, positions, config.data)
 
 
 def _policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
