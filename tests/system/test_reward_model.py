@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,18 +139,25 @@ def test_weights_and_a_rank_without_samples(tiny_model: str, same: str, world: W
     assert all(one.reward == -0.5 * one.reward_parts["model"] for one in batch)
 
 
-def test_another_tokenizer_reads_the_text(tiny_model: str, other: str, world: World) -> None:
-    """End of sequence included where the response has one; chat messages by the reward model's own template."""
+def test_another_tokenizer_reads_the_text(tiny_model: str, other: str, world: World, tmp_path: Path) -> None:
+    """End of sequence included where the response has one; chat messages by the reward model's own template, with what
+    the policy's template prefilled (``1+``) at the beginning of the assistant's message."""
     tokenizer = other_tokenizer()
     texts = [one.prompt_text + one.response_text + "<end>" * (one.finish_reason == "stop") for one in SAMPLES]
     want = expected(other, [tokenizer(text)["input_ids"] for text in texts])
     assert scores(settings(tiny_model, other), world, SAMPLES) == pytest.approx(want, abs=1e-5, rel=0)
 
-    (want_chat,) = expected(other, [tokenizer("<user>12+34=<end><assistant>46<end>")["input_ids"]])
+    (want_chat,) = expected(other, [tokenizer("<user>12+34=<end><assistant>1+46<end>")["input_ids"]])
+    chats = str(shutil.copytree(tiny_model, tmp_path / "policy"))
+    policy = addition.tokenizer()
+    policy.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}1+{% endif %}"
+    )
+    policy.save_pretrained(chats)
     messages = sample("12+34=", "46")
     messages.columns["prompt"] = [{"role": "user", "content": "12+34="}]
-    assert scores(settings(tiny_model, other), world, [messages]) == [pytest.approx(want_chat, abs=1e-5)]
-    wrapped = settings(tiny_model, other, data={"chat_template": True})
+    assert scores(settings(chats, other), world, [messages]) == [pytest.approx(want_chat, abs=1e-5)]
+    wrapped = settings(chats, other, data={"chat_template": True})
     assert scores(wrapped, world, [sample("12+34=", "46")]) == [pytest.approx(want_chat, abs=1e-5)]
     assert abs(want_chat - want[0]) > 1e-3
 
