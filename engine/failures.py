@@ -158,7 +158,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 def _not_lost(lost: sys.UnraisableHookArgs) -> None:
     """Gives a signal once more that came in a ``__del__``, out of which no exception leads."""
     global _asked_at, _raised
-    if not isinstance(lost.exc_value, KeyboardInterrupt):
+    if type(lost.exc_value) is not KeyboardInterrupt:  # a time limit's is no signal
         sys.__unraisablehook__(lost)
         return
     _asked_at, _raised = -math.inf, _raised - 1
