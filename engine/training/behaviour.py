@@ -73,7 +73,8 @@ def check_policy(policy: Policy, own: Own, name: str) -> None:
         ConfigError: they differ by more than rounding, or depend on the sequence beside them, or the model cannot be
             run this way.
     """
-    _check(policy.model, lambda batch: policy(batch), own, name)
+    # The head's eager backend: its kernels have tests of their own, and take seconds to compile.
+    _check(policy.model, lambda batch: policy(batch, backend="reference"), own, name)
 
 
 def check_scores(value: Value, own: Own, name: str) -> None:
@@ -105,7 +106,7 @@ def _logits(model: PreTrainedModel, samples: Sequence[Sample], name: str) -> lis
 
 
 def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str) -> None:
-    kind = f"{name} ({type(model).__name__}) cannot be trained here"
+    kind = f"{name} ({type(model).__name__}) cannot be used here"
     try:
         with attention.counted() as calls:
             values, leak = _packed_values(model, run, own)

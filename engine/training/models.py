@@ -179,7 +179,7 @@ def _packed(model: PreTrainedModel, path: str) -> PreTrainedModel:
     except Exception as error:
         said = " ".join(str(error).split())
         raise ConfigError(
-            f"'{path}' ({type(model).__name__}) cannot be trained here: its attention cannot be replaced by one for "
+            f"'{path}' ({type(model).__name__}) cannot be used here: its attention cannot be replaced by one for "
             f"packed sequences ({said:.160})"
         ) from error
     return model

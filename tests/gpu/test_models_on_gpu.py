@@ -31,7 +31,7 @@ def test_what_a_model_computes_is_compared(tmp_path: Path, kind: str, dtype: tor
     folder = str(users.model_folder(tmp_path / "m", config))
     check = models.Check(f"model.path '{folder}'", torch.device("cuda"))
     if kind not in RIGHT:
-        with pytest.raises(ConfigError, match="cannot be trained here"):
+        with pytest.raises(ConfigError, match="cannot be used here"):
             models.load_policy(folder, dtype=dtype, check=check)
         return
     policy = models.load_policy(folder, dtype=dtype, check=check)

@@ -15,6 +15,7 @@ from engine.distributed import World
 from tests import users
 from tests.system import fp16
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed computes on the GPU here")
 needs_fp16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed has no fp16 on this processor"
 )

@@ -162,7 +162,7 @@ def test_models_that_would_compute_something_else_are_refused(
     config = getattr(transformers, f"{kind}Config")(**(LEAKING | CHANGED)[kind])
     model = users.model_folder(tmp_path / "m", config)
     said = refused(capsys, tmp_path, run(tmp_path, model, "--model.dtype", dtype))
-    assert "model.path" in said and "cannot be trained here" in said and kind in said
+    assert "model.path" in said and "cannot be used here" in said and kind in said
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
