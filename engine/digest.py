@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 MULTIPLIER = 0x9E3779B1 - 2**32
 """2**32 over the golden ratio, as a signed number: Fibonacci hashing's (Knuth, vol. 3, 6.4)."""
-CHUNK = {"cpu": 2**17, "cuda": 2**23}
-"""Elements mixed at a time, by the device: few enough for a CPU's cache, and for 64 MiB of a GPU's memory."""
+CHUNK = 2**17
+"""Elements mixed at a time on a CPU: few enough for its cache."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes each half is an element
 
@@ -28,7 +28,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8
 def digest(tensor: Tensor) -> Tensor:
     """The digest of a tensor of any shape and layout, as int64 [] on its device; nothing waits for the device."""
     bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-    parts = [_mixed(chunk).sum(dtype=torch.int64) for chunk in bits.split(CHUNK.get(tensor.device.type, 2**23))]
+    if bits.is_cuda:  # hundreds of tensors a hand-over: a launch for each, not a dozen
+        from kernels.triton import digest as on_gpu
+
+        return on_gpu.digest(bits, MULTIPLIER)
+    parts = [_mixed(chunk).sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 

@@ -14,6 +14,8 @@ LOG_RATIO_LIMIT = 20.0
 
 LOSSES = ("clip", "reinforce", "likelihood")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ROUNDING = 2.0**-19
+"""Two fp32 log-probabilities that differ by less, relative to their magnitude where that is above 1, are the same."""
 RATIOS = ("token", "sequence")
 
 
@@ -84,6 +86,9 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
         k2  δ²/2
         k3  exp(−δ) − 1 + δ
 
+    A δ within the rounding of the two log-probabilities (``KL_ROUNDING``) counts as 0: a policy that is still its
+    reference gets no gradient, which an optimizer that scales gradients to 1 would make a step of.
+
     With ``ratio="sequence"`` r and ω are those of the whole sequence, exp of the summed differences, and every row
     of a sequence receives the derivative of all its tokens' losses (RLOO, arXiv 2402.14740).
 
@@ -141,8 +146,9 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     kl, dkl = zero, zero
     if rows.ref_logprobs is not None and spec.kl_coef > 0:
         delta = logprobs - rows.ref_logprobs
+        delta = torch.where(delta.abs() <= KL_ROUNDING * logprobs.abs().clamp(min=1), zero, delta)
         if spec.kl_estimator == "k3":
-            inverse_ratio, kl_clamped = exp_ratio(rows.ref_logprobs, logprobs, False)
+            inverse_ratio, kl_clamped = exp_ratio(zero, delta, False)
             kl, dkl = inverse_ratio - 1 + delta, 1 - torch.where(kl_clamped, zero, inverse_ratio)
             clamped = clamped | kl_clamped
         else:

@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import coefficients as plain
-from kernels.coefficients import LOG_RATIO_LIMIT, Coefficients, PolicySpec, Rows
+from kernels.coefficients import KL_ROUNDING, LOG_RATIO_LIMIT, Coefficients, PolicySpec, Rows
 from kernels.triton.rows import aligned
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
+ROUNDING = tl.constexpr(KL_ROUNDING)
 BLOCK = 256
 
 
@@ -74,6 +75,7 @@ def token_coefficients(
     dlogprob = dpolicy
     if KL != "":
         delta = new - tl.load(ref_ptr + rows, mask=valid, other=0.0)
+        delta = tl.where(tl.abs(delta) <= ROUNDING * tl.maximum(tl.abs(new), 1.0), 0.0, delta)
         if KL == "k3":
             inverse = tl.exp(_clamped(-delta))
             kl_clamped = tl.abs(delta) > LIMIT

@@ -257,6 +257,17 @@ def test_kl_gradient_against_a_bandit(run, estimator):
         assert found.loss.item() == pytest.approx(forward_kl.item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_policy_that_is_its_reference_gets_no_gradient(run, estimator):
+    """The two log-probabilities come from different passes, so that they may differ by rounding."""
+    new = math.log(0.4)
+    settings = {"advantages": [0.0, 0.0], "token_weights": [1.0, 1.0], "loss": "reinforce", "kl_coef": 1.0}
+    found, slope = two_tokens(run, new, ref_logprobs=[new + 1e-6, new - 5e-7], kl_estimator=estimator, **settings)
+    assert slope == 0 and found.loss.item() == 0
+    found, slope = two_tokens(run, new, ref_logprobs=[new + 1e-4, new + 2e-4], kl_estimator=estimator, **settings)
+    assert slope == pytest.approx(-3e-4, rel=0.02)
+
+
 @pytest.mark.parametrize("nats", [60, -60, -120])
 @pytest.mark.parametrize("share", ["one", "all"])
 @pytest.mark.parametrize("loss", ["reinforce", "clip"])

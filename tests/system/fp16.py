@@ -38,7 +38,8 @@ def trainer(path: str, algo: str, stage: int, dtype: str, world: World, small: f
     value = None
     if algo == "ppo":
         value, _ = models.load_value(path, dtype=kind)
-        torch.nn.init.normal_(value.model.score.weight, std=0.1)
+        with torch.no_grad():  # the same numbers in either precision
+            value.model.score.weight.copy_(0.1 * torch.randn(value.model.score.weight.shape))
     return Trainer(config, world, policy=models.load_policy(path, dtype=kind), reference=reference, value=value)
 
 

@@ -145,13 +145,23 @@ def test_ppo_whitening_of_a_batch_that_differs_by_rounding() -> None:
     )
 
 
-@pytest.mark.parametrize("algo,score", [("grpo", 12345.678), ("rloo", 0.1), ("online_dpo", 12345.678)])
-def test_a_run_of_equal_rewards_moves_nothing(tmp_path: Path, algo: str, score: float) -> None:
+@pytest.mark.parametrize(
+    "algo,score,more",
+    [
+        ("grpo", 12345.678, ()),  # with the KL term of a policy that is its reference
+        ("grpo", 0.1, ("--kl.estimator", "k1", "--train.minibatches_per_batch", "2", "--kl.coef", "1")),
+        ("rloo", 0.1, ("--kl.coef", "0")),
+        ("online_dpo", 12345.678, ()),
+    ],
+)
+def test_a_run_of_equal_rewards_moves_nothing(
+    tmp_path: Path, without_pictures: None, algo: str, score: float, more: tuple[str, ...]
+) -> None:
     model = users.model_folder(tmp_path / "model")
     reward = f"def score(completions, **columns):\n    return [{score} for _ in completions]\n"
     (tmp_path / "reward.py").write_text(reward)
     options = ["--algo", algo, "--rollout.samples_per_prompt", "7", "--train.learning_rate", "0.1"]
-    assert run.main(users.arguments(tmp_path, model, *options, "--kl.coef", "0")) == 0
+    assert run.main(users.arguments(tmp_path, model, *options, *more)) == 0
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "runs/run/model/model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
