@@ -124,10 +124,13 @@ class HeadGradients:
     def add(self, rows: Tensor, dlogits: Tensor) -> None:
         """Add the live rows' share: dX = dz·W, dW += dzᵀ·X, db += Σ dz."""
         if self.dhidden is not None:
-            total = torch.zeros(len(rows), self.hidden.shape[1], dtype=self.dtype, device=rows.device)
+            # A lone row is multiplied twice: MKL adds up the product of one row a column at a time on Intel's
+            # processors, which loses a digit over a large vocabulary.
+            factors = dlogits if len(rows) > 1 else dlogits.repeat(2, 1)
+            total = torch.zeros(len(factors), self.hidden.shape[1], dtype=self.dtype, device=rows.device)
             for columns, block in weight_blocks(self.head.weight, self.dtype):
-                total.addmm_(dlogits[:, columns], block)
-            self.dhidden.index_copy_(0, rows, total.to(self.dhidden.dtype))
+                total.addmm_(factors[:, columns], block)
+            self.dhidden.index_copy_(0, rows, total[: len(rows)].to(self.dhidden.dtype))
         if self.need_weight:
             hidden = self.hidden.index_select(0, rows).to(self.dtype)
             if self.sum_dtype != self.dtype:

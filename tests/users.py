@@ -46,7 +46,8 @@ def model_folder(folder: Path, config: Any = None, **changes: Any) -> Path:
         num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         tie_word_embeddings=False,
     )  # fmt: skip
-    for name, value in changes.items():
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some kinds have others by themselves
+    for name, value in (ends | changes).items():
         setattr(config, name, value)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

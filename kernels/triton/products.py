@@ -123,6 +123,8 @@ class PortableProducts(Products):
         if live == 0:
             return
         e, weight = self.e[:live, : self.vocabulary], self.problem.head.weight
+        if INTERPRETED:  # on processors with AMX oneDNN reads on behind a row's end, and NaN times its zeros is NaN
+            self.scanned.view(self.dtype)[:live, self.vocabulary :] = 0
         step = self.vocabulary if weight.dtype == self.dtype else max(1, CAST_BYTES // (self.width * 4))
         blocks = [slice(start, min(start + step, self.vocabulary)) for start in range(0, self.vocabulary, step)]
         if self.dhidden is not None:

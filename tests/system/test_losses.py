@@ -91,8 +91,8 @@ def check(update: Updates, tiny_model: str) -> Callable[..., dict[str, float]]:
 DPO = {
     "sigmoid": ({"loss": "sigmoid", "beta": 0.1}, lambda margin: -logsigmoid(0.1 * margin)),
     "smoothed": (
-        {"loss": "sigmoid", "beta": 0.5, "label_smoothing": 0.2},
-        lambda margin: -0.8 * logsigmoid(0.5 * margin) - 0.2 * logsigmoid(-0.5 * margin),
+        {"loss": "sigmoid", "beta": 0.3, "label_smoothing": 0.2},
+        lambda margin: -0.8 * logsigmoid(0.3 * margin) - 0.2 * logsigmoid(-0.3 * margin),
     ),
     "ipo": ({"loss": "ipo", "beta": 0.2}, lambda margin: (margin - 2.5) ** 2),
     "hinge": ({"loss": "hinge", "beta": 0.05}, lambda margin: (1 - 0.05 * margin).clamp(min=0)),

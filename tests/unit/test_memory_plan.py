@@ -479,7 +479,7 @@ def test_the_table_adds_up(qwen: str) -> None:
 
 
 def test_explain_prints_the_plan_alone(qwen: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n')
     command = [sys.executable, "-m", "engine.run", "--memory.explain", "true", "--memory.gpu_gib", "80",
                "--generation.backend", "vllm", "--data.path", str(tmp_path / "prompts.jsonl"), "--reward.function",
                "math:sqrt", "--model.path", qwen, "--model.dtype", "bfloat16", "--launch.ranks", "2",
@@ -506,7 +506,7 @@ def test_explain_prints_the_plan_alone(qwen: str, tmp_path: Path) -> None:
 def test_explain_shows_what_the_schedule_needs(
     qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture, schedule: list[str], gib: str, heads: list[str]
 ) -> None:
-    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n')
     command = ["--memory.explain", "true", "--memory.gpu_gib", gib, "--generation.backend", "vllm", "--algo", "rloo",
                "--data.path", str(tmp_path / "prompts.jsonl"), "--reward.function", "math:sqrt", "--model.path", qwen,
                "--model.dtype", "bfloat16", "--launch.ranks", "2"]  # fmt: skip
