@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 MOST_STACK = {"hopper": 64, "portable": 512}
 
 
+@pytest.mark.slow
 def test_every_launch_compiles_and_none_spills():
     script = Path(__file__).with_name("compile_for_hopper.py")
     environment = os.environ | {"PYTHONPATH": importing(ROOT)}

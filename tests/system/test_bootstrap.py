@@ -13,6 +13,7 @@ from engine.distributed import joined
 from tests.system.helpers import ROOT, run_ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_make_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     run_ranks(2, __file__)

@@ -11,6 +11,7 @@ from tests.system.helpers import run_engine, run_ranks, steps
 from tests.system.test_runs import short
 
 
+@pytest.mark.slow
 def test_two_ranks_take_turns(tiny_model: str) -> None:
     """ZeRO-3 with one engine of two ranks, ZeRO-2 with an engine each; offloaded states, uneven work and speed."""
     pytest.importorskip("vllm")

@@ -15,6 +15,8 @@ from tests import users
 from tests.system import losing
 from tests.system.helpers import rank_outputs, run_ranks, steps
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
 SMALL = ("--train.learning_rate", "1e-6")
 NAMED = rf"hand-over of policy version 1 the sampler does not hold .* 1 tensor\(s\): {re.escape(VICTIM)}: "
@@ -75,7 +77,9 @@ def test_a_tensor_that_the_first_hand_over_changes_is_named(
         engine.run.main(users.arguments(tmp_path, model))
 
 
-@pytest.mark.parametrize("where", ["split", pytest.param("zero3", marks=pytest.mark.slow), "zero3 lora"])
+@pytest.mark.parametrize(
+    "where", ["split", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero3", "zero3 lora"))]
+)
 def test_two_ranks_name_the_lost_tensor(model: Path, tmp_path: Path, where: str) -> None:
     """One of two samplers loses it: every training rank ends with the error, and the generating one does not wait."""
     more = {

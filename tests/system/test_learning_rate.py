@@ -13,6 +13,8 @@ from engine import run
 from tests import users
 from tests.system.helpers import steps
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 ONE_GROUP_OF_FOUR = """
 def score(completions, prompts, **columns):
     return [float(i % 4) if i < 4 else 1.0 for i in range(len(completions))]

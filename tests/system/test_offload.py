@@ -37,6 +37,7 @@ def test_offload_and_reload_change_no_bit(
     samples = gradients.batch()
     logprobs = trainer.logprobs(trainer.policy, samples)
 
+@pytest.mark.slow
     freed = trainer.offload()
     assert freed == pytest.approx(bytes_each * parameters + buckets, rel=1e-3)
     for engine in (trainer.policy, trainer.value):

@@ -15,6 +15,8 @@ from engine import rewards, run
 from engine.config import Config, ConfigError
 from tests import users
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -14,6 +14,8 @@ import pytest
 from engine import run
 from tests import users
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 ROOT = Path(__file__).parents[2]
 
 USUAL = """

@@ -82,6 +82,7 @@ def check_resumed(whole: Path, parts: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.slow
     run_engine(short(tiny_model, tmp_path, "whole") + AHEAD)
     parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "step-000004")
@@ -94,6 +95,7 @@ def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, 
 
 
 def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.slow
     """Sampled by older weights than those in the checkpoint."""
     more = AHEAD + "--schedule.placement split "
     run_engine(short(tiny_model, tmp_path, "whole") + more)

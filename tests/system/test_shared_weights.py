@@ -150,6 +150,7 @@ def test_a_repacked_copy_is_not_taken_for_the_trainers_weights(folder: Path, alo
 
 
 def test_what_cannot_be_shared_is_said(folder: Path, tmp_path: Path, alone: distributed.World) -> None:
+@pytest.mark.slow
     shared.make_model("Llama", True, vocab_size=100).save_pretrained(tmp_path / "padded")
     padded = SharedWeights(shared.train(tmp_path / "padded", 2, "bfloat16"))
     assert padded.fits() == "vLLM pads the vocabulary of 100 tokens to a multiple of 64"

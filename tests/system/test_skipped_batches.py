@@ -14,6 +14,8 @@ from engine.rewards import RewardError
 from tests import users
 from tests.system.helpers import run_engine, steps
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 REWARD = """
 import os
 
@@ -122,6 +124,7 @@ def test_the_adaptive_penalty_does_not_move(tmp_path: Path, model: Path) -> None
 
 
 def test_one_more_than_allowed_ends_the_run_also_over_a_resume(
+@pytest.mark.slow
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = arguments(tmp_path, model, NONE, "--rollout.max_skipped_batches", "3")

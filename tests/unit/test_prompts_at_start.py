@@ -10,6 +10,8 @@ import pytest
 from engine import data, run
 from tests import users
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role is not supported') }}"
     "{% endif %}<turn> {{ m['content'] }} </s> {% endfor %}<turn> <u5>"

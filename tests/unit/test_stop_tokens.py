@@ -13,6 +13,8 @@ from engine.config import Config, ConfigError
 from engine.tasks import addition
 from tests import users
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
