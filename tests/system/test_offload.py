@@ -37,7 +37,6 @@ def test_offload_and_reload_change_no_bit(
     samples = gradients.batch()
     logprobs = trainer.logprobs(trainer.policy, samples)
 
-@pytest.mark.slow
     freed = trainer.offload()
     assert freed == pytest.approx(bytes_each * parameters + buckets, rel=1e-3)
     for engine in (trainer.policy, trainer.value):
@@ -57,6 +56,7 @@ def test_offload_and_reload_change_no_bit(
     assert len(changed) == 2 and all(float(after[i].abs().max()) == 0.0 for i in changed)
 
 
+@pytest.mark.slow
 def test_two_ranks_offload_save_and_load(tiny_model: str, tmp_path: Path) -> None:
     """ZeRO-2 and 3 with uneven lengths; every rank saves, in time, and loads what it had."""
     run_ranks(2, offloading.__file__, tiny_model, str(tmp_path), timeout=90)

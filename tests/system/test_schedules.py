@@ -82,7 +82,6 @@ def check_resumed(whole: Path, parts: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, tmp_path: Path) -> None:
-@pytest.mark.slow
     run_engine(short(tiny_model, tmp_path, "whole") + AHEAD)
     parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "step-000004")
@@ -94,8 +93,8 @@ def test_a_batch_that_a_thread_drew_ahead_is_in_the_checkpoint(tiny_model: str, 
     assert steps(parts)[4]["off_policy/staleness"] == 0 and samples(parts)[-1]["policy_version"] == 4
 
 
-def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
+def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tmp_path: Path) -> None:
     """Sampled by older weights than those in the checkpoint."""
     more = AHEAD + "--schedule.placement split "
     run_engine(short(tiny_model, tmp_path, "whole") + more)
@@ -106,6 +105,7 @@ def test_a_killed_split_run_resumes_with_the_batch_in_flight(tiny_model: str, tm
     check_resumed(whole, parts)
 
 
+@pytest.mark.slow
 def test_either_side_takes_the_other_down_and_says_why(tiny_model: str, tmp_path: Path) -> None:
     """An exception of the sampler's, with its traceback in the run's folder; a killed sampler."""
     split = "--algo rloo --schedule.placement split --schedule.staleness 1 --train.steps 50 --eval.every_steps 0 "

@@ -150,7 +150,6 @@ def test_a_repacked_copy_is_not_taken_for_the_trainers_weights(folder: Path, alo
 
 
 def test_what_cannot_be_shared_is_said(folder: Path, tmp_path: Path, alone: distributed.World) -> None:
-@pytest.mark.slow
     shared.make_model("Llama", True, vocab_size=100).save_pretrained(tmp_path / "padded")
     padded = SharedWeights(shared.train(tmp_path / "padded", 2, "bfloat16"))
     assert padded.fits() == "vLLM pads the vocabulary of 100 tokens to a multiple of 64"
@@ -166,6 +165,7 @@ def test_what_cannot_be_shared_is_said(folder: Path, tmp_path: Path, alone: dist
         assert f"does not say how it fuses the matrices of {kind}" in str(SharedWeights(engine).fits())
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_the_weights_where_they_are(folder: Path) -> None:
     """ZeRO-0, 1 and 2 in bf16: each rank updates a part of the buffer, and the all-gather fills it in place."""
     run_ranks(2, shared.__file__, str(folder), timeout=120)

@@ -124,7 +124,6 @@ def test_the_adaptive_penalty_does_not_move(tmp_path: Path, model: Path) -> None
 
 
 def test_one_more_than_allowed_ends_the_run_also_over_a_resume(
-@pytest.mark.slow
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = arguments(tmp_path, model, NONE, "--rollout.max_skipped_batches", "3")
@@ -138,6 +137,7 @@ def test_one_more_than_allowed_ends_the_run_also_over_a_resume(
     assert "(3 in a row, of 3 by rollout.max_skipped_batches)" in said
 
 
+@pytest.mark.slow
 def test_two_ranks_skip_together(tmp_path: Path, model: Path) -> None:
     """The first batch has no score on either rank, the second on one of them, which is no skip."""
     reward = REWARD + "    return [None] * len(scores) if step == 1 or (step == 2 and rank == 1) else scores\n"
