@@ -108,8 +108,8 @@ def _logits(model: PreTrainedModel, samples: Sequence[Sample], name: str) -> lis
 def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str) -> None:
     kind = f"{name} ({type(model).__name__}) cannot be used here"
     try:
-        with attention.counted() as calls:
-            values, leak = _packed_values(model, run, own)
+        calls = attention.calls
+        values, leak = _packed_values(model, run, own)
     except Exception as error:
         raise ConfigError(f"{kind}: its forward pass does not take packed sequences: {_said(error)}") from error
     if leak:
@@ -118,7 +118,7 @@ def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str)
             "layers ignore where a sequence begins; take a model whose attention transformers' attention interface can "
             "replace"
         )
-    if not calls:
+    if attention.calls == calls:
         raise ConfigError(
             f"{kind}: it has attention of its own, which may have no place for a packed row; take a model whose "
             "attention transformers' attention interface can replace"

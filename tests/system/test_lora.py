@@ -17,7 +17,7 @@ from engine.distributed import World
 from engine.training import lora, models
 from engine.training.trainer import Trainer
 from tests.system import gradients
-from tests.system.helpers import run_engine, steps
+from tests.system.helpers import run_engine, run_here, steps
 from tests.system.test_runs import check_folder, samples, short
 
 ZERO3 = "--launch.ranks 2 --train.zero_stage 3"
@@ -28,11 +28,12 @@ def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path, where
     """After large steps, too; the folder that is left loads in transformers, and as an adapter in peft."""
     more = "--algo grpo --kl.coef 0.05 --lora.rank 4 --train.learning_rate 1e-2 --train.steps 4 --save.every_steps 2 "
     more += f"--save.samples_per_step 32 {where}"
-    run_engine(short(tiny_model, tmp_path, "whole") + more)
+    start = run_engine if where == ZERO3 else run_here
+    start(short(tiny_model, tmp_path, "whole") + more)
     run = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(run / "checkpoints" / "step-000004")  # as if killed before
     (run / "partial-model" / "adapter").mkdir(parents=True)  # killed while exporting
-    run_engine(f"--resume {run}")
+    start(f"--resume {run}")
     check_folder(tmp_path / "whole", 4)
     states = list(run.glob("checkpoints/step-*/policy/*model_states.pt"))
     for kept in [torch.load(path, weights_only=False)["module"] for path in states]:

@@ -9,7 +9,7 @@ import pytest
 
 import engine.run
 from benchmarks import learning
-from tests.system.helpers import ROOT, run_engine, steps
+from tests.system.helpers import ROOT, run_engine, run_here, steps
 
 QUICK = ROOT / "configs" / "quickstart.yaml"
 
@@ -60,7 +60,7 @@ def check_folder(run: Path, count: int, pictures: bool = True) -> dict:
 
 def test_ppo_run_leaves_everything(tiny_model: str, tmp_path: Path) -> None:
     more = "--algo ppo --kl.coef 0.05 --train.minibatches_per_batch 2"
-    result = run_engine(short(tiny_model, tmp_path, "r") + more)
+    result = run_here(short(tiny_model, tmp_path, "r") + more)
     run = tmp_path / "r"
     check_folder(run, 3)
     metrics = steps(run)
@@ -80,7 +80,7 @@ def test_ppo_run_leaves_everything(tiny_model: str, tmp_path: Path) -> None:
 
 def test_grpo_run_with_its_kl_in_the_loss(tiny_model: str, tmp_path: Path) -> None:
     more = "--algo grpo --kl.coef 0.5 --train.minibatches_per_batch 1"
-    run_engine(short(tiny_model, tmp_path, "r") + more)
+    run_here(short(tiny_model, tmp_path, "r") + more)
     check_folder(tmp_path / "r", 3)
     metrics = steps(tmp_path / "r")
     assert metrics[0]["policy/grad_norm"] > 0
@@ -93,7 +93,7 @@ def test_grpo_run_with_its_kl_in_the_loss(tiny_model: str, tmp_path: Path) -> No
 
 def test_value_warm_up_leaves_the_policy_alone_and_still_compares_weights(tiny_model: str, tmp_path: Path) -> None:
     more = "--algo ppo --ppo.value_warmup_steps 2 --train.learning_rate 1e-2 --train.warmup_steps 0"
-    run_engine(short(tiny_model, tmp_path, "w") + more)
+    run_here(short(tiny_model, tmp_path, "w") + more)
     rows = steps(tmp_path / "w")
     assert ["policy/grad_norm" in row for row in rows] == [False, False, True]
     assert all(row["weights/logprob_gap_mean"] < 1e-4 and row["value/grad_norm"] > 0 for row in rows)
@@ -102,7 +102,7 @@ def test_value_warm_up_leaves_the_policy_alone_and_still_compares_weights(tiny_m
 def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> None:
     """Four steps in one go, and the same run killed in its third step and resumed: same samples, same metrics."""
     more = "--algo rloo --save.every_steps 2 --save.samples_per_step 32 --kl.coef 0.05 --kl.target 3 --train.steps 4 "
-    run_engine(short(tiny_model, tmp_path, "whole") + more)
+    run_here(short(tiny_model, tmp_path, "whole") + more)
     deadly = deadly_reward(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     killed = run_engine(short(tiny_model, tmp_path, "parts") + more + deadly, ok=False, path=tmp_path)
@@ -111,7 +111,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
     with (parts / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "time/step": 1.0}\n{"step": 4, "rew')
     (parts / "checkpoints" / "partial-step-000004").mkdir()
-    run_engine(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
+    run_here(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
     assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
     for expected, got in zip(steps(whole)[2:], steps(parts)[2:], strict=True):
         for key, value in expected.items():
@@ -119,7 +119,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
                 assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
     summary = check_folder(parts, 4)
     assert summary["reward_before"] == json.loads((whole / "summary.json").read_text())["reward_before"]
-    refused = run_engine(f"--resume {parts}", ok=False)
+    refused = run_here(f"--resume {parts}", ok=False)
     assert refused.returncode == 2 and "train.steps" in refused.stderr
 
 
@@ -170,7 +170,7 @@ def test_crash_leaves_a_report_and_a_failing_status(tiny_model: str, tmp_path: P
     )
     more = f"--algo rloo --eval.every_steps 1 --reward.function {tmp_path}/bad.py:reward"
     run = tmp_path / "c"
-    result = run_engine(short(tiny_model, tmp_path, "c") + more, ok=False)
+    result = run_here(short(tiny_model, tmp_path, "c") + more, ok=False)
     assert "RewardError" in result.stderr and "for the prompt" in result.stderr
     assert "RewardError" in (run / "report.html").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.system import schedules
-from tests.system.helpers import run_engine, run_ranks, steps
+from tests.system.helpers import run_engine, run_here, run_ranks, steps
 from tests.system.test_runs import check_folder, deadly_reward, samples, short
 
 BACKENDS = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
@@ -57,7 +57,7 @@ def test_a_split_run_without_staleness_is_the_colocated_run(runs: Path, tiny_mod
     """Who samples makes no difference: the same responses, and the same learnt from them."""
     one = schedules.config(tiny_model, str(runs), "hf", "rloo", 0)
     more = f"--algo rloo --train.learning_rate {one.train.learning_rate}"
-    run_engine(short(tiny_model, tmp_path, "one") + more)
+    run_here(short(tiny_model, tmp_path, "one") + more)
     assert samples(tmp_path / "one") == samples(runs / "hf-rloo-0")
     for here, there in zip(steps(tmp_path / "one"), steps(runs / "hf-rloo-0"), strict=True):
         for key in ("reward/mean", "policy/entropy", "policy/loss", "policy/grad_norm"):
