@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,12 +64,30 @@ def remove(folder: Path) -> None:
     """Removes a folder that could not be written to the end, and at once its bytes.
 
     A file that is removed while it is open keeps them, and the error that is on its way holds the writer's file open.
+    Nothing behind a link is touched: no link is followed, and a file that has a second name keeps its bytes.
     """
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(OSError):
-                os.truncate(path, 0)
-    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.is_symlink():
+        for directory, _, names in os.walk(folder):
+            for name in names:
+                empty(Path(directory, name))
+    clear(folder)
+
+
+def empty(file: Path) -> None:
+    """Gives a file's bytes back, if nothing else has a part in them."""
+    with contextlib.suppress(OSError):
+        found = file.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            os.truncate(file, 0)
+
+
+def clear(path: Path) -> None:
+    """Removes what has this name, if anything: a folder and what is in it, a file, or a link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def free_bytes(path: Path) -> int:

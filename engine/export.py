@@ -42,12 +42,12 @@ def export(
     state = {name: tensor.clone().cpu() for name, tensor in weights.full_weights(engine) if world.main}
     factors = {name: tensor.clone().cpu() for name, tensor in weights.lora_factors(engine) if world.main}
     if world.main:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while exporting
+        disk.clear(partial)  # of a run that was killed while exporting
         with disk.writing(folder, lambda: disk.remove(partial)):
             _write(model, tokenizer, source, partial, state)
             if factors:
                 lora.save(model, factors, partial / "adapter")
-            shutil.rmtree(folder, ignore_errors=True)
+            disk.clear(folder)
             partial.rename(folder)
 
 

@@ -144,7 +144,7 @@ def _write(partial: Path, state: OnlineTrainerState, trainer: Trainer, waiting: 
     import torch
 
     if world.main:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+        disk.clear(partial)  # of a run that was killed while it wrote
         partial.mkdir(parents=True)
     world.barrier()
     for name, engine in trainer.engines.items():
@@ -165,8 +165,8 @@ def _remove_part(partial: Path, world: World) -> None:
         disk.remove(partial)
         return
     for pattern in (f"random-{world.rank}.pt", f"in-flight-{world.rank}.pt", f"*pp_rank_{world.rank}_*"):
-        for path in partial.rglob(pattern):
-            os.truncate(path, 0)
+        for path in [] if partial.is_symlink() else partial.rglob(pattern):
+            disk.empty(path)
             path.unlink()
 
 

@@ -108,7 +108,7 @@ def run_engine(
 
 
 def run_here(arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    """The same command in this process, which saves the seconds that a new one takes to start: for one rank and ``hf``."""
+    """The same command in this process, without the seconds that another takes to start: for one rank and ``hf``."""
     import torch
 
     import engine.run

@@ -278,3 +278,40 @@ def test_why_a_write_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, err
 def test_states_are_read_back(tmp_path: Path, save) -> None:
     assert asdict(state.read(save(3))) == asdict(state.OnlineTrainerState(step=3))
     assert os.listdir(tmp_path / "checkpoints") == ["step-000003"]
+
+
+LINKS = ("checkpoints/partial-step-000002", "checkpoints/step-000002", "partial-model", "model", "best")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_nothing_behind_a_link_is_touched(tmp_path: Path, without_pictures: None, name: str) -> None:
+    """Where what a run is about to write there is a link to somebody's own files."""
+    model, run, own = users.model_folder(tmp_path / "m"), tmp_path / "runs" / "run", tmp_path / "own"
+    assert engine.run.main(users.arguments(tmp_path, model, "--train.steps", "1")) == 0
+    own.mkdir()
+    (own / "thesis.txt").write_text("years of work")
+    disk.remove(run / name)
+    (run / name).symlink_to(own)
+    assert engine.run.main(["--resume", str(run), "--train.steps", "2"]) == 0
+    assert (own / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in own.iterdir()] == ["thesis.txt"]
+    assert (run / "model" / "config.json").is_file() and not (run / "model").is_symlink()
+    assert state.newest(run) == run / "checkpoints" / "step-000002"
+
+
+def test_what_is_torn_goes_and_nothing_behind_a_link(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept")
+    torn = tmp_path / "torn"
+    (torn / "deep").mkdir(parents=True)
+    (torn / "deep" / "weights").write_bytes(b"1" * 100)
+    (torn / "link").symlink_to(kept)
+    os.link(kept, torn / "second name")
+    opened = (torn / "deep" / "weights").open("rb")
+    disk.remove(torn)
+    assert not torn.exists() and kept.read_text() == "kept"
+    assert os.fstat(opened.fileno()).st_size == 0, "its bytes are free though somebody holds it open"
+    opened.close()
+    torn.symlink_to(tmp_path, target_is_directory=True)
+    disk.remove(torn)
+    assert not torn.is_symlink() and kept.read_text() == "kept"
