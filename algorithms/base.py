@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kernels.coefficients import KL_ROUNDING
+
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise sum over the ranks that share a rollout batch; the identity on one rank."""
 
@@ -104,11 +106,16 @@ def group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def kl_tokens(rollout: Rollout) -> Tensor:
-    """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference."""
+    """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference.
+
+    And 0 where they differ by rounding, which in a batch of equal scores would be all there is to learn from.
+    """
     if rollout.ref_logprobs is None:
         return rollout.scores.new_zeros(int(rollout.cu_seqlens[-1]))
-    assert rollout.old_logprobs is not None
-    return rollout.old_logprobs - rollout.ref_logprobs
+    old = rollout.old_logprobs
+    assert old is not None
+    difference = old - rollout.ref_logprobs
+    return difference.where(difference.abs() > KL_ROUNDING * old.abs().clamp(min=1), 0.0)
 
 
 def global_mean(values: Tensor, reduce: Reduce) -> float:

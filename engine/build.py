@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,9 +91,18 @@ def load_models(config: Config, path: str, world: World, *, checkpointing: bool,
     return Models(policy, reference, value, digests)
 
 
+UNMEANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""What a configuration says that changes nothing of what its model computes."""
+
+
 def _digest(model: PreTrainedModel, world: World) -> str:
-    """Rank 0's digest of a model, on all ranks."""
-    return str(world.broadcast(digest.of_model(model) if world.main else None))
+    """Rank 0's digest of a model's weights and configuration, on all ranks."""
+    found = None
+    if world.main:
+        settings = {key: value for key, value in model.config.to_dict().items() if key not in UNMEANT}
+        text = json.dumps(settings, sort_keys=True, default=str)
+        found = hashlib.sha256(f"{digest.of_model(model)} {text}".encode()).hexdigest()
+    return str(world.broadcast(found))
 
 
 def turns(

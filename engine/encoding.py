@@ -46,7 +46,7 @@ class PromptEncoder:
     """Encodes prompts with one tokenizer.
 
     Control tokens are the added tokens of the tokenizer that it calls special, those that end a response, and those
-    with which its chat template marks turns. A text without their names is encoded by the tokenizer as ever. One with
+    that its chat template writes. A text without their names is encoded by the tokenizer as ever. One with
     such names is encoded by a copy of it that does not know the names (it has private ones in their places).
     """
 
@@ -212,6 +212,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -
                 shown.append(render(messages, tokenizer))
             except PromptError:
                 continue
+        shown.append(str(tokenizer.chat_template))  # turns of tools and the like, which no short conversation has
         control |= {i for i, token in added.items() if any(token.content in text for text in shown)}
     return {added[i].content: i for i in control if added[i].content}
 

@@ -84,7 +84,8 @@ def _check_base(run_dir: Path, digests: dict[str, str]) -> None:
     for key, found in digests.items():
         if before.get(key, found) != found:
             raise ConfigError(
-                f"resume: {key} holds other weights than when {run_dir} began: put the first ones back, or start anew"
+                f"resume: {key} holds other weights, or another configuration, than when {run_dir} began: put the "
+                "first ones back, or start anew"
             )
 
 

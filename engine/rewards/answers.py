@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -39,6 +38,10 @@ def check_columns(columns: Collection[str], prompt_column: str, taken: Collectio
             f"the data set's column '{clash[0]}' has the name of something else that {source} is given: rename the "
             "column"
         )
+
+
+LARGEST = 3.4028234663852886e38
+"""The largest fp32 number, in which rewards are computed."""
 
 
 def prompts_and_columns(samples: Sequence[Sample], prompt_column: str) -> dict[str, list[Any]]:
@@ -102,9 +105,9 @@ def checked(returned: Any, samples: Sequence[Sample], source: str) -> Scores:
             f"{_shown(returned)}"
         )
     for sample, score in zip(samples, scores, strict=True):
-        if score is not None and not math.isfinite(score):
+        if score is not None and not abs(score) <= LARGEST:
             raise RewardError(
-                f"{source} returned {score} for the prompt {sample.prompt_text!r:.500} "
+                f"{source} returned {score}, no finite fp32 number, for the prompt {sample.prompt_text!r:.500} "
                 f"and the response {sample.response_text!r:.500}"
             )
     return scores

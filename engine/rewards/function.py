@@ -149,10 +149,16 @@ class FunctionReward:
             arguments = {name: values for name, values in arguments.items() if name in self._named}
 
         def call() -> Scores:
-            returned = self._function(**arguments)
-            if inspect.isawaitable(returned):
-                returned = asyncio.run(_awaited(returned))
-            return checked(returned, samples, self._name)
+            try:
+                returned = self._function(**arguments)
+                if inspect.isawaitable(returned):
+                    returned = asyncio.run(_awaited(returned))
+                return checked(returned, samples, self._name)
+            except (
+                SystemExit,
+                GeneratorExit,
+            ) as error:  # neither is an Exception: the run would end as if it were done
+                raise RewardError(f"{self._name} ended itself: {type(error).__name__}({error})") from error
 
         late = RewardError(
             f"{self._name} has not returned after {self._seconds / 60:g} minutes (reward.batch_timeout_minutes)"

@@ -8,7 +8,7 @@ import email.utils
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import httpx
@@ -51,6 +51,18 @@ class HttpReward:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises ``ConfigError`` where a column has the name of something else that the server is given."""
         check_columns(columns, self._prompt_column, ARGUMENTS, "reward.url")
+
+    def check_rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Raises ``ConfigError`` for a row with a value that JSON cannot hold."""
+        for row in rows:
+            for name, value in row.items():
+                try:
+                    json.dumps(value, allow_nan=False)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"reward.url: the data set's column '{name}' holds {value!r:.80}, which cannot be sent as JSON "
+                        f"({error}): take the column out, or make it text"
+                    ) from None
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Raises ``RewardError``, which names the URL and what came back."""

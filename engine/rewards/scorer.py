@@ -12,7 +12,7 @@ from algorithms.base import Reduce, global_mean
 from engine.config import Config
 from engine.data import Prompt
 from engine.distributed import World
-from engine.rewards.answers import Source
+from engine.rewards.answers import LARGEST, RewardError, Source
 from engine.rewards.function import FunctionReward, load_function
 from engine.rewards.http import HttpReward
 from engine.sample import Sample
@@ -35,11 +35,14 @@ class Sources:
 
         Raises:
             ConfigError: a column has the name of something else that a source is given, a function needs an argument
-                that is no column, or the reward model's template cannot render a prompt.
+                that is no column, a server cannot be sent a row, or the reward model's template cannot render a
+                prompt.
         """
         columns = {column for prompt in prompts for column in prompt.columns}
         for source in self.ready.values():
             source.check_columns(columns)
+            if isinstance(source, HttpReward):
+                source.check_rows(prompt.columns for prompt in prompts)
         if self.model is not None:
             self.model.check(prompts)
 
@@ -117,7 +120,13 @@ class Scorer:
                 sample.reward_parts, sample.reward = parts, None
                 continue
             total = sum(self._config.reward.weights.get(name, 1.0) * score for name, score in parts.items())
-            sample.reward_parts, sample.reward = parts | {"score": total}, self._reward(total, sample)
+            reward = self._reward(total, sample)
+            if not abs(reward) <= LARGEST:
+                raise RewardError(
+                    f"the scores {parts} make a reward of {reward}, which is no finite fp32 number: look at "
+                    "reward.weights, reward.scale, and at reward.clip, which bounds it"
+                )
+            sample.reward_parts, sample.reward = parts | {"score": total}, reward
 
     def _reward(self, score: float, sample: Sample) -> float:
         reward, rollout = self._config.reward, self._config.rollout

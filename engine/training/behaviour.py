@@ -100,9 +100,18 @@ def _sequences(config: Any) -> list[Sample]:
 def _logits(model: PreTrainedModel, samples: Sequence[Sample], name: str) -> list[Tensor]:
     rows = [torch.tensor([one.prompt_ids + one.response_ids], device=model.device) for one in samples]
     try:
-        return [model(input_ids=ids, use_cache=False).logits for ids in rows]
+        logits = [model(input_ids=ids, use_cache=False).logits for ids in rows]
     except Exception as error:
         raise ConfigError(f"{name} ({type(model).__name__}): transformers cannot run it: {_said(error)}") from error
+    _must_be_numbers(logits, model, name)
+    return logits
+
+
+def _must_be_numbers(logits: Sequence[Tensor], model: PreTrainedModel, name: str) -> None:
+    if not all(row.isfinite().any() and not row.isnan().any() for row in logits):
+        raise ConfigError(
+            f"{name} ({type(model).__name__}) gives outputs that are not numbers: its weights hold NaN or infinities"
+        )
 
 
 def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str) -> None:

@@ -80,6 +80,7 @@ def test_a_tensor_that_the_first_hand_over_changes_is_named(
 @pytest.mark.parametrize(
     "where", ["split", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero3", "zero3 lora"))]
 )
+@pytest.mark.slow
 def test_two_ranks_name_the_lost_tensor(model: Path, tmp_path: Path, where: str) -> None:
     """One of two samplers loses it: every training rank ends with the error, and the generating one does not wait."""
     more = {

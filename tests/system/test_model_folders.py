@@ -208,6 +208,19 @@ def _own_tokenizer(model: Path) -> None:
     (model / "t.py").write_text("raise SystemExit('this ran')\n")
 
 
+def _not_a_number(model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    state["model.norm.weight"][3] = torch.nan
+    save_file(state, model / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_that_are_no_numbers_are_called_that(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _not_a_number(model)
+    assert "NaN" in refused(capsys, tmp_path, run(tmp_path, model))
+
+
 def _torn(model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
@@ -299,3 +312,14 @@ def test_another_base_model_is_not_resumed_from(
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in kept.rglob("*")} == before
     file.write_bytes(content)
     assert engine.run.main(resume) == 0
+
+
+def test_the_same_weights_of_another_configuration_are_another_model(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, model) == 0
+    resume = ["--resume", str(tmp_path / "runs" / "run"), "--train.steps", "2"]
+    users.edit_json(model / "config.json", rms_norm_eps=1e-3)
+    capsys.readouterr()
+    assert engine.run.main(resume) == 2
+    assert "model.path holds other weights, or another configuration" in capsys.readouterr().err

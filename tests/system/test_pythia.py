@@ -51,9 +51,10 @@ SPLIT = "--launch.ranks 2 --schedule.placement split --schedule.staleness 1"
     ("algo", "more"),
     [
         pytest.param("ppo", "--launch.ranks 1", id="colocated"),
-        pytest.param("rloo", SPLIT, id="split", marks=pytest.mark.slow),
+        pytest.param("rloo", SPLIT, id="split"),
     ],
 )
+@pytest.mark.slow
 def test_vllm_samples_from_what_is_trained(pythia: str, algo: str, more: str, tmp_path: Path) -> None:
     """The hand-over is proved at start, and by the gap after steps that move the policy far."""
     pytest.importorskip("vllm")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import run
+from engine.rewards import RewardError
 from tests import users
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -198,3 +199,23 @@ def test_one_that_cannot_be_interrupted_ends_with_the_process(tmp_path: Path, mo
     assert f"'{function}' has not returned" in (folder / "crash.txt").read_text()
     assert f"{(ranks > 1 and 'rank 1 failed') or ''}" in (folder / "crash.txt").read_text()
     assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "body,more,words",
+    [
+        ("import sys\n    sys.exit()", (), "ended itself: SystemExit"),
+        ("raise GeneratorExit", (), "ended itself: GeneratorExit"),
+        ("return [1e39 * i for i in range(len(completions))]", (), "no finite fp32 number"),
+        ("return [2e38] * len(completions)", ("--reward.scale", "10"), "reward.scale"),
+    ],
+)
+def test_what_no_training_can_follow_ends_the_run_with_its_reason(
+    tmp_path: Path, model: Path, body: str, more: tuple[str, ...], words: str
+) -> None:
+    """Not as if it had finished, and not with a policy of NaN."""
+    (tmp_path / "reward.py").write_text(f"def score(completions, **columns):\n    {body}\n")
+    with pytest.raises(RewardError, match=words):
+        run.main(users.arguments(tmp_path, model, *more))
+    assert words in (tmp_path / "runs/run/crash.txt").read_text()
+    assert not (tmp_path / "runs/run/model").exists()

@@ -203,6 +203,7 @@ def test_resume_takes_new_settings_and_refuses_other_runs(
     assert json.loads((run / "summary.json").read_text())["reward_after"] is not None
 
 
+@pytest.mark.slow
 def test_user_mistakes_found_late_are_one_line_too(tiny_model: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "1+2="}) + "\n")
     more = f"--data.task null --data.path {tmp_path}/p.jsonl --algo rloo"

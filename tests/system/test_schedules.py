@@ -53,6 +53,7 @@ def test_every_algorithm_on_either_schedule(runs: Path, backend: str, algo: str,
     assert all(math.isfinite(row["kl/ref_mean"]) for row in rows if "kl/ref_mean" in row)
 
 
+@pytest.mark.slow
 def test_a_split_run_without_staleness_is_the_colocated_run(runs: Path, tiny_model: str, tmp_path: Path) -> None:
     """Who samples makes no difference: the same responses, and the same learnt from them."""
     one = schedules.config(tiny_model, str(runs), "hf", "rloo", 0)

@@ -78,7 +78,10 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("kind, stage", [("Qwen2", 2), ("Llama", 0), ("Qwen3", 1)])
+LONG = [pytest.param(*one, marks=pytest.mark.slow) for one in (("Llama", 0), ("Qwen3", 1))]
+
+
+@pytest.mark.parametrize("kind, stage", [("Qwen2", 2), *LONG])
 def test_steps_reach_the_sampler_without_a_load(
     kind: str,
     stage: int,

@@ -150,7 +150,8 @@ def test_ppo_whitening_of_a_batch_that_differs_by_rounding() -> None:
     [
         ("grpo", 12345.678, ()),  # with the KL term of a policy that is its reference
         ("grpo", 0.1, ("--kl.estimator", "k1", "--train.minibatches_per_batch", "2", "--kl.coef", "1")),
-        ("rloo", 0.1, ("--kl.coef", "0")),
+        ("rloo", 0.1, ()),
+        ("rloo", 12345.678, ("--rloo.ratio", "token", "--kl.coef", "1")),
         ("online_dpo", 12345.678, ()),
     ],
 )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine import data, templates
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, Data
 from engine.data import Prompt
+from engine.encoding import PromptEncoder
 from tests import users
 
 CHAT = (
@@ -287,3 +288,23 @@ def test_a_template_that_raises_is_one_line_with_its_words(tmp_path: Path, templ
     with pytest.raises(ConfigError, match=needle) as error:
         load(tmp_path, rows, tokenizer)
     assert "\n" not in str(error.value) and ("row 12 " in str(error.value) or template == "{% for %}")
+
+
+@pytest.mark.parametrize("text", ["x <reply> y </reply>", "<reply>", "a</reply>"])
+def test_tokens_that_only_a_tools_turn_has_stay_text(text: str) -> None:
+    """They are added and not special, and no short conversation shows them: the template's source does."""
+    from tokenizers import AddedToken
+
+    tokenizer = users.tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in ("<reply>", "</reply>")])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}<turn> <reply> {{ m['content'] }} </reply>"
+        "{% else %}<turn> {{ m['content'] }}{% endif %} {% endfor %}"
+    )
+    control = set(tokenizer.convert_tokens_to_ids(["<reply>", "</reply>"]))
+    encoder = PromptEncoder(tokenizer, Data(path="x"), (2,))
+    for prompt in (text, [{"role": "user", "content": text}]):
+        encoded = encoder.encode(prompt)
+        assert encoded.held_control and not control & set(encoded.ids)
+    own = encoder.encode([{"role": "user", "content": "a"}, {"role": "tool", "content": text}])
+    assert [token for token in own.ids if token in control] == sorted(control)

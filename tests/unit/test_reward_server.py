@@ -224,3 +224,18 @@ def test_a_run_goes_on_through_a_busy_and_a_moved_server(tmp_path: Path) -> None
         place = given.index("--reward.function")
         assert run.main(given[:place] + given[place + 2 :]) == 0
     assert next(answers, None) is None and (tmp_path / "runs/run/model").exists()
+
+
+def test_a_row_that_json_cannot_hold_is_refused_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    model, data = users.model_folder(tmp_path / "m"), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a b"] * 4, "when": [datetime.datetime(2026, 1, 1)] * 4}), data)
+    more = ("--data.path", str(data), "--reward.function", "null", "--reward.url", "http://127.0.0.1:9/score")
+    capsys.readouterr()
+    assert run.main(users.arguments(tmp_path, model, *more)) == 2
+    said = capsys.readouterr().err
+    assert "'when'" in said and "JSON" in said and said.count("\n") == 1 and not (tmp_path / "runs").exists()
