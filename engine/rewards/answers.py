@@ -107,8 +107,8 @@ def checked(returned: Any, samples: Sequence[Sample], source: str) -> Scores:
     for sample, score in zip(samples, scores, strict=True):
         if score is not None and not abs(score) <= LARGEST:
             raise RewardError(
-                f"{source} returned {score}, no finite fp32 number, for the prompt {sample.prompt_text!r:.500} "
-                f"and the response {sample.response_text!r:.500}"
+                f"{source} returned {score} for the prompt {sample.prompt_text!r:.500} "
+                f"and the response {sample.response_text!r:.500}: no finite fp32 number"
             )
     return scores
 

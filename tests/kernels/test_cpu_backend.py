@@ -63,7 +63,10 @@ def test_without_the_bf16_kernels_of_the_cpu(tools, width):
         assert tools.relative_error(value, expected) < 4e-3
 
 
-@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"])
+LATER = [pytest.param(one, marks=pytest.mark.slow) for one in ("AVX512_CORE_VNNI", "AVX512_CORE_BF16")]
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", *LATER])
 def test_bf16_on_older_processors(instructions):
     """oneDNN has no bf16 kernels for some of them and says so in an exception of its own."""
     script = (

@@ -54,6 +54,7 @@ def test_hf_runs_name_the_lost_tensor(
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+@pytest.mark.slow
 def test_vllm_runs_name_the_lost_tensor(tmp_path: Path) -> None:
     """On the CPU, where q, k and v are one matrix and only a repacked copy of it is left; in a process of its own."""
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

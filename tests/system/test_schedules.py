@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,21 @@ from tests.system import schedules
 from tests.system.helpers import run_engine, run_here, run_ranks, steps
 from tests.system.test_runs import check_folder, deadly_reward, samples, short
 
-BACKENDS = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+BACKENDS = ["hf", *([pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else [])]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of every algorithm, synchronous and one step off-policy, through every sampler."""
-    folder = tmp_path_factory.mktemp("schedules")
-    short(tiny_model, folder, "")  # writes the reward
-    run_ranks(2, schedules.__file__, tiny_model, str(folder), *BACKENDS, timeout=280)
-    return folder
+def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Three steps of every algorithm, synchronous and one step off-policy, through a sampler."""
+
+    @functools.cache
+    def through(backend: str) -> Path:
+        folder = tmp_path_factory.mktemp("schedules")
+        short(tiny_model, folder, "")  # writes the reward
+        run_ranks(2, schedules.__file__, tiny_model, str(folder), backend, timeout=280)
+        return folder
+
+    return through
 
 
 def evaluated(run: Path) -> list[dict]:
@@ -36,8 +43,10 @@ def evaluated(run: Path) -> list[dict]:
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("algo", schedules.ALGORITHMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_algorithm_on_either_schedule(runs: Path, backend: str, algo: str, staleness: int) -> None:
-    run = runs / f"{backend}-{algo}-{staleness}"
+def test_every_algorithm_on_either_schedule(
+    runs: Callable[[str], Path], backend: str, algo: str, staleness: int
+) -> None:
+    run = runs(backend) / f"{backend}-{algo}-{staleness}"
     check_folder(run, 3, pictures=False)
     rows = steps(run)
     assert [row["off_policy/staleness"] for row in rows] == [0, staleness, staleness]
@@ -54,13 +63,15 @@ def test_every_algorithm_on_either_schedule(runs: Path, backend: str, algo: str,
 
 
 @pytest.mark.slow
-def test_a_split_run_without_staleness_is_the_colocated_run(runs: Path, tiny_model: str, tmp_path: Path) -> None:
+def test_a_split_run_without_staleness_is_the_colocated_run(
+    runs: Callable[[str], Path], tiny_model: str, tmp_path: Path
+) -> None:
     """Who samples makes no difference: the same responses, and the same learnt from them."""
-    one = schedules.config(tiny_model, str(runs), "hf", "rloo", 0)
+    one = schedules.config(tiny_model, str(runs("hf")), "hf", "rloo", 0)
     more = f"--algo rloo --train.learning_rate {one.train.learning_rate}"
     run_here(short(tiny_model, tmp_path, "one") + more)
-    assert samples(tmp_path / "one") == samples(runs / "hf-rloo-0")
-    for here, there in zip(steps(tmp_path / "one"), steps(runs / "hf-rloo-0"), strict=True):
+    assert samples(tmp_path / "one") == samples(runs("hf") / "hf-rloo-0")
+    for here, there in zip(steps(tmp_path / "one"), steps(runs("hf") / "hf-rloo-0"), strict=True):
         for key in ("reward/mean", "policy/entropy", "policy/loss", "policy/grad_norm"):
             assert there[key] == pytest.approx(here[key], rel=1e-6, abs=1e-9), key
 

@@ -104,7 +104,7 @@ def start(tiny_model: str, tmp_path: Path) -> Iterator[Callable[[str], Running]]
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_terminated_run_leaves_its_report(start, ranks: int) -> None:
     """With SIGTERM as with Ctrl-C, and with a second one while it writes."""
     running = start(f"--launch.ranks {ranks}")
@@ -140,6 +140,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(start) -> None:
     assert "SIGKILL" in (running.run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_beyond_python_is_killed_too(start, tmp_path: Path) -> None:
     """A lock that is never given stands for a collective on the GPU: C code that no signal ends."""
     (tmp_path / "stuck.py").write_text(
@@ -162,7 +163,8 @@ def test_a_rank_that_waits_beyond_python_is_killed_too(start, tmp_path: Path) ->
     assert "SIGKILL" in (running.run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_failing_rank_s_error_is_the_one_reported(tiny_model: str, tmp_path: Path, rank: int) -> None:
     (tmp_path / "bad.py").write_text(
         f"import os\ndef reward(completions, **_):\n    assert os.environ['RANK'] != '{rank}', 'it is my fault'\n"

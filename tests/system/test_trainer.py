@@ -64,7 +64,7 @@ def one_process(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> di
     return torch.load(out, weights_only=True)["ppo"]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 3])
 def test_zero_stages_on_two_ranks_agree_with_one_process(
     tiny_model: str, tmp_path: Path, one_process: dict, stage: int
 ) -> None:
