@@ -28,8 +28,8 @@ __device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
   return packed;
 }
 
-// Pieces of a warpgroup's tile, 64 rows of 128 bytes, on their way to global memory: while one is copied out the next is
-// written.
+// Pieces of a warpgroup's tile, 64 rows of 128 bytes, on their way to global memory: while one is copied out the next
+// is written.
 class Staging {
  public:
   static constexpr int kRows = 64;

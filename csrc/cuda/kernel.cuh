@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(
         produce<S>(ring, place, a, b, row_of(tile), column_of(tile), steps, rank);
       }
     }
+    __syncwarp();
     if constexpr (S::kCluster > 1) cluster_sync();
   } else {
     take_registers<kConsumerRegisters>();

@@ -53,12 +53,12 @@ class Scan {
   }
 
   __device__ __forceinline__ void finish(typename S::Accumulators& d) {
-    if (masked_) mask(d);
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block) {
       float total[2] = {}, weighted[2] = {};
 #pragma unroll
       for (int piece = 0; piece < S::kColumns / kPieceColumns; ++piece) {
+        if (masked_) mask(d[block], block, piece);
 #pragma unroll
         for (int sixteen = 0; sixteen < kPieceColumns / 16; ++sixteen) {
           float e[8];
@@ -103,20 +103,16 @@ class Scan {
 
   // Columns past the vocabulary add nothing, and neither does the target: what is left must not cancel. The logit that
   // stands there instead gives u = −1e30, which is finite, so that 0·u is 0.
-  __device__ __forceinline__ void mask(typename S::Accumulators& d) const {
+  __device__ __forceinline__ void mask(float (&z)[S::kColumns / 2], int block, int piece) const {
 #pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block) {
+    for (int h = 0; h < 2; ++h) {
+      const float low = -1e30f / fmaxf(scale_[block][h], 1e-6f);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float low = -1e30f / fmaxf(scale_[block][h], 1e-6f);
+      for (int j = 0; j < kPieceColumns / 8; ++j) {
 #pragma unroll
-        for (int j = 0; j < S::kColumns / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int column = 8 * j + i;
-            float& z = d[block][4 * j + 2 * h + i];
-            if (column == target_[block][h] || column >= limit_) z = low;
-          }
+        for (int i = 0; i < 2; ++i) {
+          const int column = piece * kPieceColumns + 8 * j + i;
+          if (column == target_[block][h] || column >= limit_) z[column / 8 * 4 + 2 * h + i] = low;
         }
       }
     }
