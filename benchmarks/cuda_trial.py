@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import selectors
+import queue
 import shutil
-import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKENS = 8192
+WORKER = [sys.executable, "-m", "benchmarks.cuda_worker"]
+Item = list[Any]
+"""What to do, with which variant, H, V: see :mod:`benchmarks.cuda_worker`."""
 SIZES = [(4096, 151936), (2048, 151936), (1024, 151936), (576, 49152)]
 """(H, V)."""
-WARM_PAIRS, PAIRS = 2, 9
-BANDS = {"mainloop": 16, "scan": 16, "forward": 16, "dhidden": 16, "dweight": 8, "dweight_add": 8}
-"""Rows of tiles of 128 rows that go through a column together."""
 START_SECONDS, ITEM_SECONDS = 90.0, 25.0
 GLUON = "gluon_scan"
 COUNTERS = [
@@ -35,407 +33,61 @@ COUNTERS = [
 ]  # fmt: skip
 
 
-class Matrix(NamedTuple):
-    """A tensor with rows of ``pitch`` elements, of which the first ``shape[1]`` are the matrix."""
+class Worker:
+    """A process that does items, and a thread that reads what it says."""
 
-    tensor: Any
-    rows: int
-    columns: int
+    def __init__(self, folder: Path, items: list[Item], log: Path) -> None:
+        self.said: queue.Queue[str] = queue.Queue()
+        with log.open("a") as errors:
+            self.process = subprocess.Popen(
+                [*WORKER, str(folder), json.dumps(items)], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+            )
+        threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def argument(self) -> tuple[int, int, int, int]:
-        """As the binding wants it."""
-        return self.tensor.data_ptr(), self.rows, self.columns, self.tensor.stride(0)
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.said.put(line)
+        self.said.put("")
 
-
-def kind_of(name: str) -> str:
-    """What a variant computes."""
-    return "scan" if name == GLUON else name[: name.index("_", name.startswith("dweight_add") and 8)]
-
-
-def band_of(name: str, tile_rows: int) -> int:
-    """In rows of a cluster's tiles."""
-    rows = tile_rows * (2 if name.endswith("shareB") else 1)
-    return max(1, BANDS[kind_of(name)] * 128 // rows)
-
-
-# What runs on the GPU, in a worker.
-
-
-class Rows(NamedTuple):
-    """What the scan knows of rows, ``[T]`` each."""
-
-    inverse_temperature: Any
-    anchor: Any
-    target: Any
-
-
-class Problem:
-    """Operands, results and cuBLAS's product for one T, H and V; ``seed`` for what is in them."""
-
-    def __init__(self, tokens: int, width: int, vocabulary: int, seed: int, exponentials: bool) -> None:
-        import torch
-
-        self.T, self.H, self.V = tokens, width, vocabulary
-        generator = torch.Generator("cuda").manual_seed(seed)
-
-        def normal(rows: int, columns: int) -> Any:
-            return torch.randn(rows, columns, device="cuda", generator=generator, dtype=torch.bfloat16)
-
-        self.hidden = normal(tokens, width)
-        self.weight = normal(vocabulary, width).mul_(width**-0.5)
-        uniform = torch.rand(tokens, device="cuda", generator=generator)
-        self.rows = Rows(
-            0.5 + uniform,
-            uniform.flip(0) + 8.0,
-            torch.randint(vocabulary, (tokens,), device="cuda", generator=generator, dtype=torch.int32),
-        )
-        self.factor = uniform - 0.5
-        # Rows of E start at 16 bytes, and have room behind them that nobody may write.
-        self.pitch = (vocabulary + 7) // 8 * 8 + 8
-        self.e = torch.empty(tokens, self.pitch, device="cuda", dtype=torch.bfloat16)
-        if exponentials:
-            torch.exp(normal(tokens, 1) + normal(1, self.pitch) - 2, out=self.e)
-
-
-class Results:
-    """Where the kernels write."""
-
-    def __init__(self, problem: Problem) -> None:
-        import torch
-
-        tokens, width, vocabulary = problem.T, problem.H, problem.V
-        tiles = (vocabulary + 127) // 128
-        sums = max(tiles * tokens, ((tokens + 63) // 64 + 1) * (tiles + 1) * 8)
-        self.sums = torch.empty(2, sums, device="cuda")
-        self.e = torch.empty(tokens + 1, problem.pitch, device="cuda", dtype=torch.bfloat16)
-        self.dhidden = torch.empty(tokens + 1, width, device="cuda", dtype=torch.bfloat16)
-        self.dweight = torch.empty(vocabulary + 1, width, device="cuda")
-        self.dweight_bf16 = torch.empty(vocabulary, width, device="cuda", dtype=torch.bfloat16)
-
-    def poison(self) -> None:
-        """NaN everywhere."""
-        for tensor in (self.sums, self.e, self.dhidden, self.dweight):
-            tensor.fill_(float("nan"))
-
-
-def call(module: Any, name: str, problem: Problem, results: Results, band: int | None = None) -> None:
-    """One launch on the current stream."""
-    import torch
-
-    kind, tile = kind_of(name), module.describe(name)
-    hidden = Matrix(problem.hidden, problem.T, problem.H)
-    weight = Matrix(problem.weight, problem.V, problem.H)
-    common: dict[str, Any] = {
-        "band": band or band_of(name, tile["tile_rows"]),
-        "programs": torch.cuda.get_device_properties(0).multi_processor_count,
-        "stream": torch.cuda.current_stream().cuda_stream,
-    }
-    if kind in ("mainloop", "scan", "forward"):
-        module.launch(
-            name, hidden.argument, weight.argument, Matrix(results.e, problem.T, problem.V).argument,
-            rows=problem.T, columns=problem.V, depth=problem.H,
-            inverse_temperature=problem.rows.inverse_temperature.data_ptr(),
-            anchor=problem.rows.anchor.data_ptr(), target=problem.rows.target.data_ptr(),
-            total=results.sums[0].data_ptr(), weighted=results.sums[1].data_ptr(), **common,
-        )  # fmt: skip
-        return
-    e = Matrix(problem.e, problem.T, problem.V)
-    if kind == "dhidden":
-        out = Matrix(results.dhidden, problem.T, problem.H)
-        module.launch(
-            name, e.argument, weight.argument, out.argument, rows=problem.T, columns=problem.H, depth=problem.V,
-            factor=problem.factor.data_ptr(), **common,
-        )  # fmt: skip
-    else:
-        out = Matrix(results.dweight, problem.V, problem.H)
-        module.launch(
-            name, e.argument, hidden.argument, out.argument, rows=problem.V, columns=problem.H, depth=problem.T,
-            **common,
-        )  # fmt: skip
-
-
-def bare(kind: str, problem: Problem, results: Results) -> None:
-    """cuBLAS's product of the same shape."""
-    import torch
-
-    if kind in ("mainloop", "scan", "forward"):
-        torch.mm(problem.hidden, problem.weight.t(), out=results.e[: problem.T, : problem.V])
-    elif kind == "dhidden":
-        torch.mm(problem.e[:, : problem.V], problem.weight, out=results.dhidden[: problem.T])
-    elif kind == "dweight":
-        torch.mm(problem.e[:, : problem.V].t(), problem.hidden, out=results.dweight_bf16)
-    else:
-        results.dweight_bf16.addmm_(problem.e[:, : problem.V].t(), problem.hidden)
-
-
-def far(name: str, ours: Any, reference: Any, relative: float, absolute: Any) -> list[str]:
-    """A line where they differ by more, or ours is not a number."""
-    error = (ours.double() - reference.double()).abs()
-    bound = relative * reference.double().abs() + absolute
-    wrong = ~(error <= bound)
-    if not wrong.any():
-        return []
-    first = [int(i) for i in wrong.nonzero()[0]]
-    place = tuple(first)
-    return [f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {first}: {float(ours[place]):.6g}, "
-            f"expected {float(reference[place]):.6g}"]  # fmt: skip
-
-
-def tile_sums(matrix: Any, size: int) -> Any:
-    """Sums over every ``size`` rows."""
-    import torch
-
-    missing = -len(matrix) % size
-    return torch.nn.functional.pad(matrix, (0, 0, 0, missing)).unflatten(0, (-1, size)).sum(1)
-
-
-def check_once(module: Any, name: str, problem: Problem, band: int) -> list[str]:
-    """What is wrong with a variant's results on one problem."""
-    import torch
-
-    kind, tile = kind_of(name), module.describe(name)
-    T, V, H = problem.T, problem.V, problem.H
-    copies = []
-    for _ in range(2):
-        results = Results(problem)
-        results.poison()
-        if kind == "dweight_add":
-            results.dweight[:V] = 1.0
-        call(module, name, problem, results, band)
-        torch.cuda.synchronize()
-        copies.append(results)
-    results, wrong = copies[0], []
-    written = {"mainloop": "sums", "scan": "e", "forward": "sums", "dhidden": "dhidden"}.get(kind, "dweight")
-    for attribute in {written, "sums"}:
-        one, two = getattr(copies[0], attribute), getattr(copies[1], attribute)
-        if not torch.equal(one.nan_to_num(12345.0), two.nan_to_num(12345.0)):
-            wrong.append(f"{attribute} differs from run to run")
-
-    if kind == "mainloop":
-        x, w = (
-            tile_sums(problem.hidden.double(), tile["tile_rows"]),
-            tile_sums(problem.weight.double(), tile["tile_columns"]),
-        )
-        size = tile_sums(problem.hidden.double().abs(), tile["tile_rows"]) @ tile_sums(
-            problem.weight.double().abs(), tile["tile_columns"]
-        ).t()  # fmt: skip
-        count = len(x) * len(w) * tile["warps"]
-        ours = results.sums[0, :count].view(len(x), len(w), tile["warps"]).double().sum(2)
-        wrong += far("sum", ours, x @ w.t(), 0.0, 2e-5 * size)
-    elif kind in ("scan", "forward"):
-        z = problem.hidden.float() @ problem.weight.float().t()
-        u = z * problem.rows.inverse_temperature[:, None] - problem.rows.anchor[:, None]
-        e = u.exp().scatter_(1, problem.rows.target.long()[:, None], 0.0)
-        columns = tile["tile_columns"]
-        count = (V + columns - 1) // columns
-        total, weighted = (results.sums[i, : count * T].view(count, T) for i in range(2))
-        expected = tile_sums(e.double().t(), columns)
-        wrong += far("total", total, expected, 1e-3, 1e-7)
-        wrong += far("weighted", weighted, tile_sums((e * u).double().t(), columns), 1e-3, 1e-3 * expected)
-        if not results.sums[0, count * T :].isnan().all():
-            wrong.append("total: written past its end")
-        if kind == "scan":
-            wrong += far("E", results.e[:T, :V].float(), e, 6e-3, 1e-9)
-            if not (results.e[:, V:].isnan().all() and results.e[T:].isnan().all()):
-                wrong.append("E: written past its edge")
-    elif kind == "dhidden":
-        expected = problem.factor[:, None] * (problem.e[:, :V].float() @ problem.weight.float())
-        wrong += far("dX", results.dhidden[:T].float(), expected, 0.01, 0.01 * float(expected.std()))
-        if not results.dhidden[T:].isnan().all():
-            wrong.append("dX: written past its edge")
-    else:
-        expected = problem.e[:, :V].float().t() @ problem.hidden.float() + (1.0 if kind == "dweight_add" else 0.0)
-        wrong += far("dW", results.dweight[:V], expected, 1e-3, 1e-3 * float(expected.std()))
-        if not results.dweight[V:].isnan().all():
-            wrong.append("dW: written past its edge")
-    return wrong
-
-
-CHECKS = [(128, 64, 192, 1), (300, 136, 1000, 2), (1000, 576, 3001, 16), (77, 40, 517, 3), (2048, 1024, 20000, 5)]
-"""(T, H, V, band): less than a stage and H % 64 ≠ 0, tiles over each edge, V odd, one tile a block and a dozen."""
-
-
-def check(module: Any, name: str) -> dict[str, Any]:
-    """Whether a variant is right."""
-    wrong = []
-    for seed, (tokens, width, vocabulary, band) in enumerate(CHECKS):
-        problem = Problem(tokens, width, vocabulary, seed, exponentials=kind_of(name).startswith("d"))
-        found = check_once(module, name, problem, band)
-        wrong += [f"T={tokens} H={width} V={vocabulary}: {line}" for line in found]
-    return {"right": not wrong, "wrong": wrong}
-
-
-class Clock:
-    """Keeps one size's problems between variants."""
-
-    def __init__(self) -> None:
-        self.size: tuple[int, int] | None = None
-        self.problems: list[Problem] = []
-        self.results: list[Results] = []
-
-    def prepare(self, size: tuple[int, int]) -> None:
-        """Two sets of inputs, one of results."""
-        import torch
-
-        if self.size == size:
-            return
-        self.problems, self.results = [], []
-        torch.cuda.empty_cache()
-        self.problems = [Problem(TOKENS, *size, seed, exponentials=True) for seed in range(2)]
-        self.results = [Results(self.problems[0])]
-        self.results[0].dweight.zero_()
-        self.results[0].dweight_bf16.zero_()
-        self.size = size
-
-    def time(self, module: Any, name: str, size: tuple[int, int]) -> dict[str, Any]:
-        """Milliseconds of a variant and of cuBLAS, and the median quotient of neighbours."""
-        import torch
-
-        self.prepare(size)
-        results, kind = self.results[0], kind_of(name)
-        gluon = gluon_scan(self.problems, results) if name == GLUON else None
-
-        def ours(turn: int) -> None:
-            if gluon is not None:
-                gluon(turn)
-            else:
-                call(module, name, self.problems[turn], results)
-
-        def theirs(turn: int) -> None:
-            bare(kind, self.problems[turn], results)
-
-        pairs = []
-        for index in range(WARM_PAIRS + PAIRS):
-            taken = {}
-            for label, run in (("bare", theirs), ("ours", ours))[:: 1 if index % 2 == 0 else -1]:
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                run(index % 2)
-                stop.record()
-                taken[label] = (start, stop)
-            pairs.append(taken)
-        torch.cuda.synchronize()
-        times = {
-            label: [taken[label][0].elapsed_time(taken[label][1]) for taken in pairs[WARM_PAIRS:]]
-            for label in ("ours", "bare")
-        }
-        ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
-        milliseconds = statistics.median(times["ours"])
-        return {
-            "ms": milliseconds, "bare_ms": statistics.median(times["bare"]), "ratio": statistics.median(ratios),
-            "ratio_least": min(ratios), "ratio_most": max(ratios),
-            "tflops": 2e-9 * TOKENS * size[0] * size[1] / milliseconds,
-        }  # fmt: skip
-
-
-def gluon_scan(problems: list[Problem], results: Results) -> Any:
-    """Today's scan in Gluon with E kept, as ``kernels.triton.hopper.products`` calls it; gives a call by turn."""
-    import torch
-
-    from kernels.triton.hopper.mainloop import ROWS
-    from kernels.triton.hopper.products import SCAN_COLUMNS, descriptor, scan_ring
-    from kernels.triton.hopper.scan import anchored_scan
-
-    T, H, V = problems[0].T, problems[0].H, problems[0].V
-    ring, programs = scan_ring(H, True), torch.cuda.get_device_properties(0).multi_processor_count
-    tiles = (V + SCAN_COLUMNS - 1) // SCAN_COLUMNS
-    e = results.e[:T, :V]
-    flags = []
-    for problem in problems:
-        flag = torch.zeros(T // 64, tiles, device="cuda", dtype=torch.int8)
-        flag[torch.arange(T, device="cuda") // 64, problem.rows.target.long() // SCAN_COLUMNS] = 1
-        flags.append(flag)
-
-    def scan(turn: int) -> None:
-        problem = problems[turn]
-        temperature, anchor, target = problem.rows
-        anchored_scan[(programs,)](
-            descriptor(problem.hidden, ROWS.value, ring["BK"]), descriptor(problem.weight, SCAN_COLUMNS, ring["BK"]),
-            descriptor(e, ROWS.value, SCAN_COLUMNS // 2), results.sums[0], results.e.stride(0), temperature, anchor,
-            target, anchor, flags[turn], results.sums[0], results.sums[1], 1.0, T, V, H, BN=SCAN_COLUMNS, **ring,
-            BIAS=False, SOFTCAP=False, STORE="bf16", num_warps=4,
-        )  # fmt: skip
-
-    scan(0)  # compiles
-    return scan
-
-
-def load(folder: Path) -> Any:
-    """The module that ``csrc/cuda/build.py`` left in ``folder``."""
-    sys.path.insert(0, str(folder))
-    import _cuda  # type: ignore[import-not-found]
-
-    return _cuda
-
-
-def work(folder: Path, items: list[list[Any]]) -> None:
-    """A worker: do the items ``[what, name, H, V]``, a line of JSON each."""
-    module, clock = load(folder), Clock()
-    print(json.dumps({"ready": True}), flush=True)
-    for what, name, width, vocabulary in items:
+    def result(self, seconds: float) -> dict[str, Any]:
+        """The next line, or what became of it."""
         try:
-            if what == "check":
-                result = check(module, name)
-            elif what == "time":
-                result = clock.time(module, name, (width, vocabulary))
-            else:
-                clock.prepare((width, vocabulary))
-                for index in range(2):
-                    bare(kind_of(name), clock.problems[index], clock.results[0])
-                    call(module, name, clock.problems[index], clock.results[0])
-                import torch
+            line = self.said.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return {"error": "hung, or out of time"}
+        return json.loads(line) if line else {"error": "crashed"}
 
-                torch.cuda.synchronize()
-                result = {}
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
-        print(json.dumps(result), flush=True)
-        if "error" in result:  # after which a context may be of no use
-            os._exit(1)
+    def end(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.wait()
 
 
-# What drives the workers.
-
-
-def collect(folder: Path, items: list[list[Any]], deadline: float) -> list[dict[str, Any]]:
+def collect(folder: Path, items: list[Item], log: Path, deadline: float) -> list[dict[str, Any]]:
     """Results of the items in order; a variant that fails takes no part in the items after."""
     results: list[dict[str, Any]] = []
     failed: set[str] = set()
-    while len(results) < len(items):
-        rest = [item for item in items[len(results) :] if item[1] not in failed]
-        if not rest or time.monotonic() > deadline:
-            reason = "failed before" if not rest else "no time left"
-            results += [{"error": reason}] * (len(items) - len(results))
-            break
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.cuda_trial", "--folder", str(folder), "--work", json.dumps(rest)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-        )  # fmt: skip
-        selector = selectors.DefaultSelector()
-        selector.register(worker.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
-        ready = False
-        while len(results) < len(items):
-            if ready and items[len(results)][1] in failed:
-                results.append({"error": "failed before"})
-                continue
-            allowed = ITEM_SECONDS if ready else START_SECONDS
-            in_time = selector.select(max(0.0, min(allowed, deadline - time.monotonic())))
-            line = worker.stdout.readline() if in_time else ""  # type: ignore[union-attr]
-            if line and not ready:
-                ready = True
-                continue
-            if not ready:
-                worker.kill()
-                raise SystemExit("a worker does not start")
-            name = items[len(results)][1]
-            result = json.loads(line) if line else {"error": "crashed" if in_time else "hung or out of time"}
-            results.append(result)
+    worker: Worker | None = None
+    for index, (_, name, *_) in enumerate(items):
+        if name in failed or time.monotonic() > deadline:
+            results.append({"error": "failed before" if name in failed else "no time left"})
+            continue
+        if worker is None:
+            worker = Worker(folder, [item for item in items[index:] if item[1] not in failed], log)
+            result = worker.result(min(START_SECONDS, deadline - time.monotonic()))
             if "error" in result:
-                failed.add(name)
-                break
-        worker.kill()
-        worker.wait()
+                worker.end()
+                raise SystemExit(f"a worker does not start ({result['error']}):\n{log.read_text()[-3000:]}")
+        result = worker.result(min(ITEM_SECONDS, deadline - time.monotonic()))
+        results.append(result)
+        if "error" in result:
+            failed.add(name)
+            worker.end()
+            worker = None
+    if worker is not None:
+        worker.end()
     return results
 
 
@@ -448,8 +100,8 @@ def profile(folder: Path, name: str, size: tuple[int, int], out: Path, deadline:
     items = json.dumps([["profile", name, *size]])
     command = [
         ncu, "--clock-control", "none", "--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis",
-        "--section", "WarpStateStats", "--page", "raw", "-k", "regex:product|nvjet|gemm|cutlass", "-c", "4",
-        sys.executable, "-m", "benchmarks.cuda_trial", "--folder", str(folder), "--work", items,
+        "--section", "WarpStateStats", "--page", "raw", "-k", "regex:product|nvjet|gemm|cutlass", "-c", "2",
+        *WORKER, str(folder), items,
     ]  # fmt: skip
     try:
         seconds = max(1.0, min(45.0, deadline - time.monotonic()))
@@ -472,9 +124,9 @@ def table(names: list[str], results: dict[str, dict[str, Any]]) -> None:
         cells = []
         for head in heads:
             result = results[name].get(head, {})
-            shown = (
-                f"{result['ratio']:.3f} ({result['tflops']:.0f})" if "ratio" in result else result.get("error", "")[:14]
-            )
+            shown = result.get("error", "")[:14]
+            if "ratio" in result:
+                shown = f"{result['ratio']:.3f} ({result['tflops']:.0f})"
             cells.append(f"{shown:>16}")
         print(f"{name:46}" + "".join(cells), flush=True)
 
@@ -486,14 +138,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="what is not done by then is left out")
     parser.add_argument("--only", default="", help="a regular expression of variants' names")
     parser.add_argument("--no-gluon", action="store_true", help="leave today's scan in Gluon out")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work:
-        work(arguments.folder, json.loads(arguments.work))
-        return
     began = time.monotonic()
     deadline = began + arguments.seconds
     arguments.out.mkdir(parents=True, exist_ok=True)
+    log = arguments.out / "workers.log"
     builder = [sys.executable, str(ROOT / "csrc/cuda/build.py"), str(arguments.folder), "--only", arguments.only]
     built = subprocess.run(builder, capture_output=True, text=True)
     print(built.stdout + built.stderr, flush=True)
@@ -503,7 +152,7 @@ def main() -> None:
     names = [name for name, figure in figures.items() if "error" not in figure]
     results: dict[str, dict[str, Any]] = {name: {"build": figures[name]} for name in figures}
 
-    checks = collect(arguments.folder, [["check", name, 0, 0] for name in names], deadline)
+    checks = collect(arguments.folder, [["check", name, 0, 0] for name in names], log, deadline)
     for name, result in zip(names, checks, strict=True):
         results[name]["check"] = result
         verdict = "right" if result.get("right") else "WRONG" if "right" in result else result["error"]
@@ -517,15 +166,14 @@ def main() -> None:
         timed.append(GLUON)
         results[GLUON] = {}
     items = [["time", name, *size] for size in SIZES for name in timed]
-    for item, result in zip(items, collect(arguments.folder, items, deadline), strict=True):
+    for item, result in zip(items, collect(arguments.folder, items, log, deadline), strict=True):
         results[item[1]][f"H={item[2]}"] = result
     (arguments.out / "cuda_trial.json").write_text(json.dumps(results, indent=1))
     table(timed, results)
     print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
 
-    for kind in ("mainloop", "scan"):
-        done = [name for name in timed if kind_of(name) == kind and "ratio" in results[name].get("H=4096", {})]
-        done = [name for name in done if name != GLUON]
+    for kind in ("mainloop_", "scan_"):
+        done = [name for name in timed if name.startswith(kind) and "ratio" in results[name].get("H=4096", {})]
         if done:
             profile(
                 arguments.folder, min(done, key=lambda name: results[name]["H=4096"]["ratio"]), SIZES[0], arguments.out,

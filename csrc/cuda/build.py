@@ -176,9 +176,11 @@ def build(folder: Path, only: str, jobs: int) -> dict[str, dict[str, object]]:
         succeeded, said = bound.result()
     if not succeeded:
         raise SystemExit("the binding does not compile:\n" + said[-4000:])
+    libraries = f"-L{Path(nvcc).resolve().parent.parent / 'lib'}"  # where a wheel of nvcc has them
     objects = [str(folder / f"{name}.o") for name, result in results.items() if "error" not in result]
     succeeded, said = run(
-        [nvcc, *TARGET, "-shared", str(binding), *objects, "-o", str(folder / "_cuda.so")], folder / "link.log"
+        [nvcc, *TARGET, "-shared", libraries, str(binding), *objects, "-o", str(folder / "_cuda.so")],
+        folder / "link.log",
     )
     if not succeeded:
         raise SystemExit("the module does not link:\n" + said[-4000:])
@@ -187,6 +189,7 @@ def build(folder: Path, only: str, jobs: int) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
+    """Build, and print what ptxas says of each variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="a regular expression of variants' names")
