@@ -11,6 +11,7 @@ import argparse
 import json
 import queue
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ Item = list[Any]
 """What to do, with which variant, H, V: see :mod:`benchmarks.cuda_worker`."""
 SIZES = [(4096, 151936), (2048, 151936), (1024, 151936), (576, 49152)]
 """(H, V)."""
+BANDS = (2, 4, 8, 32)
+"""Other than the worker's own; in rows of a cluster's tiles."""
 START_SECONDS, ITEM_SECONDS = 90.0, 25.0
 GLUON = "gluon_scan"
 COUNTERS = [
@@ -31,6 +34,43 @@ COUNTERS = [
     "gpu__time_duration.sum", "smsp__average_warps_issue_stalled", "lts__t_sectors_op_read.sum", "lts__throughput",
     "sm__throughput", "dram__throughput", "sm__inst_executed.avg.per_cycle_active", "issue_active",
 ]  # fmt: skip
+
+
+class Sensors:
+    """The card's clock and power while others work, as nvidia-smi has them."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, float, float]] = []
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
+        self.process: subprocess.Popen[str] | None = None
+        if shutil.which("nvidia-smi"):
+            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                clock, power = (float(value) for value in line.split(","))
+            except ValueError:
+                continue
+            self.samples.append((time.time(), clock, power))
+
+    def between(self, began: float, ended: float) -> dict[str, float]:
+        """Medians of the clock in MHz and the power in W, once the card has settled."""
+        inside = [sample for sample in self.samples if began + 0.1 <= sample[0] <= ended]
+        if not inside:
+            return {}
+        return {
+            "mhz": statistics.median(sample[1] for sample in inside),
+            "watts": statistics.median(sample[2] for sample in inside),
+        }
+
+    def end(self) -> None:
+        """No more samples."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 class Worker:
@@ -131,6 +171,29 @@ def table(names: list[str], results: dict[str, dict[str, Any]]) -> None:
         print(f"{name:46}" + "".join(cells), flush=True)
 
 
+def bursts(names: list[str], results: dict[str, dict[str, Any]], sensors: Sensors) -> None:
+    """Print what kernels take one after the other of their kind, and at which clock and power."""
+    heads = ("ms", "MHz", "W", "× cuBLAS", "its ms", "MHz", "W")
+    print(f"\n{'H=4096, for 0.25 s alone':46}" + "".join(f"{head:>10}" for head in heads))
+    for name in names:
+        result = results[name].get("H=4096", {})
+        if "burst" not in result:
+            continue
+        for key in ("burst", "bare_burst"):
+            result[key] |= sensors.between(result[key]["began"], result[key]["ended"])
+        ours, bare = result["burst"], result["bare_burst"]
+        cells = [f"{ours['ms']:10.2f}", f"{ours.get('mhz', 0):10.0f}", f"{ours.get('watts', 0):10.0f}"]
+        cells += [f"{ours['ms'] / bare['ms']:10.3f}", f"{bare['ms']:10.2f}"]
+        cells += [f"{bare.get('mhz', 0):10.0f}", f"{bare.get('watts', 0):10.0f}"]
+        print(f"{name:46}" + "".join(cells))
+
+
+def best(names: list[str], kind: str, results: dict[str, dict[str, Any]], head: str, count: int) -> list[str]:
+    """The fastest of a kind at one H."""
+    done = [name for name in names if name.startswith(kind + "_") and "ratio" in results[name].get(head, {})]
+    return sorted(done, key=lambda name: results[name][head]["ratio"])[:count]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/cuda_trial", help="for the JSON file and ncu's output")
@@ -165,20 +228,31 @@ def main() -> None:
     if not arguments.no_gluon:
         timed.append(GLUON)
         results[GLUON] = {}
-    items = [["time", name, *size] for size in SIZES for name in timed]
+    items: list[Item] = [["time", name, *size] for size in SIZES for name in timed]
+    sensors = Sensors()
     for item, result in zip(items, collect(arguments.folder, items, log, deadline), strict=True):
         results[item[1]][f"H={item[2]}"] = result
-    (arguments.out / "cuda_trial.json").write_text(json.dumps(results, indent=1))
+    sensors.end()
     table(timed, results)
+    bursts(timed, results, sensors)
     print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
 
-    for kind in ("mainloop_", "scan_"):
-        done = [name for name in timed if name.startswith(kind) and "ratio" in results[name].get("H=4096", {})]
-        if done:
-            profile(
-                arguments.folder, min(done, key=lambda name: results[name]["H=4096"]["ratio"]), SIZES[0], arguments.out,
-                deadline,
-            )  # fmt: skip
+    items = [
+        ["time", name, *size, band]
+        for size in SIZES
+        for kind in ("mainloop", "scan", "dhidden", "dweight")
+        for name in best(timed, kind, results, f"H={size[0]}", 2)
+        for band in BANDS
+    ]
+    for item, result in zip(items, collect(arguments.folder, items, log, deadline), strict=True):
+        results[item[1]][f"H={item[2]} band={item[4]}"] = result
+        print(f"H={item[2]:<6} {item[1]:46} band {item[4]:<4} {result.get('ratio', result.get('error'))}")
+    (arguments.out / "cuda_trial.json").write_text(json.dumps(results, indent=1))
+    print(f"bands after {time.monotonic() - began:.0f} s", flush=True)
+
+    for kind in ("mainloop", "scan"):
+        for name in best(timed, kind, results, "H=4096", 1):
+            profile(arguments.folder, name, SIZES[0], arguments.out, deadline)
     print(f"done after {time.monotonic() - began:.0f} s")
 
 

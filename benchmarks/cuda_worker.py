@@ -1,7 +1,8 @@
 """What :mod:`benchmarks.cuda_trial` does on the GPU: ``python -m benchmarks.cuda_worker FOLDER ITEMS``.
 
-FOLDER holds the module ``_cuda``; ITEMS is JSON, a list of ``[what, variant, H, V]``; what is "check", "time" or
-"profile". Each gives a line of JSON. The process ends at the first error, after which a context may be of no use.
+FOLDER holds the module ``_cuda``; ITEMS is JSON, a list of ``[what, variant, H, V]`` or with a band behind V; what
+is "check", "time" or "profile". Each gives a line of JSON. The process ends at the first error, after which a context
+may be of no use.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 import os
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 TOKENS = 8192
 WARM_PAIRS, PAIRS = 2, 9
+BURST_WIDTH, BURST_MILLISECONDS = 4096, 250
+"""Here every kernel also runs so long by itself."""
 BANDS = {"mainloop": 16, "scan": 16, "forward": 16, "dhidden": 16, "dweight": 8, "dweight_add": 8}
 """Rows of tiles of 128 rows that go through a column together."""
 GLUON = "gluon_scan"
@@ -251,7 +256,7 @@ class Clock:
         self.results[0].dweight_bf16.zero_()
         self.size = size
 
-    def time(self, module: Any, name: str, size: tuple[int, int]) -> dict[str, Any]:
+    def time(self, module: Any, name: str, size: tuple[int, int], band: int | None = None) -> dict[str, Any]:
         """Milliseconds of a variant and of cuBLAS, and the median quotient of neighbours."""
         self.prepare(size)
         results, kind = self.results[0], kind_of(name)
@@ -261,7 +266,7 @@ class Clock:
             if gluon is not None:
                 gluon(turn)
             else:
-                call(module, name, self.problems[turn], results)
+                call(module, name, self.problems[turn], results, band)
 
         def theirs(turn: int) -> None:
             bare(kind, self.problems[turn], results)
@@ -283,11 +288,31 @@ class Clock:
         }
         ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
         milliseconds = statistics.median(times["ours"])
-        return {
-            "ms": milliseconds, "bare_ms": statistics.median(times["bare"]), "ratio": statistics.median(ratios),
-            "ratio_least": min(ratios), "ratio_most": max(ratios),
+        result = {
+            "ms": milliseconds,
+            "bare_ms": statistics.median(times["bare"]),
+            "ratio": statistics.median(ratios),
+            "ratio_least": min(ratios),
+            "ratio_most": max(ratios),
             "tflops": 2e-9 * TOKENS * size[0] * size[1] / milliseconds,
-        }  # fmt: skip
+        }
+        if size[0] == BURST_WIDTH and band is None:
+            result["burst"] = self.burst(ours, milliseconds)
+            result["bare_burst"] = self.burst(theirs, result["bare_ms"])
+        return result
+
+    @staticmethod
+    def burst(run: Callable[[int], None], milliseconds: float) -> dict[str, float]:
+        """Milliseconds of one launch among many of its kind, where the card's power limit sets the clock."""
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        count = max(4, round(BURST_MILLISECONDS / milliseconds))
+        began = time.time()
+        start.record()
+        for index in range(count):
+            run(index % 2)
+        stop.record()
+        torch.cuda.synchronize()
+        return {"ms": start.elapsed_time(stop) / count, "began": began, "ended": time.time()}
 
 
 def gluon_scan(problems: list[Problem], results: Results) -> Any:
@@ -332,12 +357,12 @@ def work(folder: str, items: list[list[Any]]) -> None:
     """Do the items, a line of JSON each."""
     module, clock = load(folder), Clock()
     print(json.dumps({"ready": True}), flush=True)
-    for what, name, width, vocabulary in items:
+    for what, name, width, vocabulary, *band in items:
         try:
             if what == "check":
                 result = check(module, name)
             elif what == "time":
-                result = clock.time(module, name, (width, vocabulary))
+                result = clock.time(module, name, (width, vocabulary), *band)
             else:
                 clock.prepare((width, vocabulary))
                 for index in range(2):

@@ -11,7 +11,7 @@ namespace tandem::cuda {
 
 // A wait that takes longer than this many tries (each suspends the thread for a while) is a hang: the kernel traps, so
 // that an error is seen and not a GPU that never answers.
-constexpr uint32_t kMostTries = 1u << 24;
+constexpr uint32_t kMostTries = 1u << 22;
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
