@@ -55,7 +55,6 @@ SHAPES = {
         (128, 192, "turns", "Nothing"), (128, 192, "turns", "B"), (128, 192, "turns", "A"),
         (128, 128, "turns", "Nothing"), (128, 128, "turns", "B"), (64, 256, "turns", "B"),
         (64, 256, "halves", "Nothing"), (64, 256, "halves", "B"), (128, 128, "halves", "A"),
-        (128, 192, "halves", "Nothing"),
     ],
     "forward": [(128, 192, "turns", "B"), (128, 128, "turns", "B"), (64, 256, "halves", "B")],
     "dhidden": [
