@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +29,7 @@ SIZES = [(4096, 151936), (2048, 151936), (1024, 151936), (576, 49152)]
 """(H, V)."""
 BANDS = (2, 4, 8, 32)
 """Other than the worker's own; in rows of a cluster's tiles."""
-START_SECONDS, ITEM_SECONDS = 90.0, 25.0
+START_SECONDS, ITEM_SECONDS, NCU_SECONDS = 90.0, 25.0, 45.0
 GLUON = "gluon_scan"
 COUNTERS = [
     "sm__inst_executed_pipe_tensor", "sm__pipe_tensor", "sm__cycles_elapsed.avg.per_second",
@@ -143,15 +145,17 @@ def profile(folder: Path, name: str, size: tuple[int, int], out: Path, deadline:
         "--section", "WarpStateStats", "--page", "raw", "-k", "regex:product|nvjet|gemm|cutlass", "-c", "2",
         *WORKER, str(folder), items,
     ]  # fmt: skip
-    try:
-        seconds = max(1.0, min(45.0, deadline - time.monotonic()))
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        print(f"ncu on {name}: no answer in time")
-        return
-    (out / f"ncu_{name}_H{size[0]}.txt").write_text(done.stdout + done.stderr)
+    log = out / f"ncu_{name}_H{size[0]}.txt"
+    with log.open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(timeout=max(1.0, min(NCU_SECONDS, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what ncu runs, too
+            print(f"ncu on {name}: no answer in time")
+            return
     print(f"ncu, {name}, H={size[0]}:")
-    for line in done.stdout.splitlines():
+    for line in log.read_text().splitlines():
         if "Context" in line or any(counter in line for counter in COUNTERS):
             print("  " + " ".join(line.split())[:160])
 
@@ -190,8 +194,22 @@ def bursts(names: list[str], results: dict[str, dict[str, Any]], sensors: Sensor
 
 def best(names: list[str], kind: str, results: dict[str, dict[str, Any]], head: str, count: int) -> list[str]:
     """The fastest of a kind at one H."""
-    done = [name for name in names if name.startswith(kind + "_") and "ratio" in results[name].get(head, {})]
+    starts = (kind + "_turns", kind + "_halves")
+    done = [name for name in names if name.startswith(starts) and "ratio" in results[name].get(head, {})]
     return sorted(done, key=lambda name: results[name][head]["ratio"])[:count]
+
+
+def summary(names: list[str], results: dict[str, dict[str, Any]]) -> None:
+    """Print the main loop's floor, and what the best scan and gradient products take together."""
+    print(f"\n{'':10}{'main loop':>10}{'scan':>10}{'dX':>10}{'dW':>10}{'the three':>11}  × cuBLAS")
+    for width, _ in SIZES:
+        head = f"H={width}"
+        chosen = [best(names, kind, results, head, 1) for kind in ("mainloop", "scan", "dhidden", "dweight")]
+        if not all(chosen):
+            continue
+        figures = [results[name[0]][head] for name in chosen]
+        together = sum(figure["ms"] for figure in figures[1:]) / sum(figure["bare_ms"] for figure in figures[1:])
+        print(f"{head:10}" + "".join(f"{figure['ratio']:10.3f}" for figure in figures) + f"{together:11.3f}")
 
 
 def main() -> None:
@@ -246,13 +264,19 @@ def main() -> None:
     ]
     for item, result in zip(items, collect(arguments.folder, items, log, deadline), strict=True):
         results[item[1]][f"H={item[2]} band={item[4]}"] = result
-        print(f"H={item[2]:<6} {item[1]:46} band {item[4]:<4} {result.get('ratio', result.get('error'))}")
     (arguments.out / "cuda_trial.json").write_text(json.dumps(results, indent=1))
+    for what in dict.fromkeys((item[1], item[2]) for item in items):
+        tried = {
+            item[4]: results[what[0]][f"H={what[1]} band={item[4]}"] for item in items if (item[1], item[2]) == what
+        }
+        cells = [f"{band}: {result['ratio']:.3f}" for band, result in tried.items() if "ratio" in result]
+        print(f"H={what[1]:<6}{what[0]:46} bands " + ", ".join(cells))
     print(f"bands after {time.monotonic() - began:.0f} s", flush=True)
 
     for kind in ("mainloop", "scan"):
         for name in best(timed, kind, results, "H=4096", 1):
             profile(arguments.folder, name, SIZES[0], arguments.out, deadline)
+    summary(timed, results)
     print(f"done after {time.monotonic() - began:.0f} s")
 
 

@@ -21,7 +21,7 @@ TOKENS = 8192
 WARM_PAIRS, PAIRS = 2, 9
 BURST_WIDTH, BURST_MILLISECONDS = 4096, 250
 """Here every kernel also runs so long by itself."""
-BANDS = {"mainloop": 16, "scan": 16, "forward": 16, "dhidden": 16, "dweight": 8, "dweight_add": 8}
+BANDS = {"mainloop": 16, "scan": 16, "forward": 16, "dhidden": 16, "dweight": 8, "dweight_fp32": 8, "dweight_add": 8}
 """Rows of tiles of 128 rows that go through a column together."""
 GLUON = "gluon_scan"
 """Today's scan, timed beside the variants."""
@@ -97,11 +97,11 @@ class Results:
         self.e = torch.empty(tokens + 1, problem.pitch, device="cuda", dtype=torch.bfloat16)
         self.dhidden = torch.empty(tokens + 1, width, device="cuda", dtype=torch.bfloat16)
         self.dweight = torch.empty(vocabulary + 1, width, device="cuda")
-        self.dweight_bf16 = torch.empty(vocabulary, width, device="cuda", dtype=torch.bfloat16)
+        self.dweight_bf16 = torch.empty(vocabulary + 1, width, device="cuda", dtype=torch.bfloat16)
 
     def poison(self) -> None:
         """NaN everywhere."""
-        for tensor in (self.sums, self.e, self.dhidden, self.dweight):
+        for tensor in (self.sums, self.e, self.dhidden, self.dweight, self.dweight_bf16):
             tensor.fill_(float("nan"))
 
 
@@ -132,7 +132,7 @@ def call(module: Any, name: str, problem: Problem, results: Results, band: int |
             factor=problem.factor.data_ptr(), **common,
         )  # fmt: skip
     else:
-        out = Matrix(results.dweight, problem.V, problem.H)
+        out = Matrix(results.dweight_bf16 if kind == "dweight" else results.dweight, problem.V, problem.H)
         module.launch(
             name, e.argument, hidden.argument, out.argument, rows=problem.V, columns=problem.H, depth=problem.T,
             **common,
@@ -145,10 +145,10 @@ def bare(kind: str, problem: Problem, results: Results) -> None:
         torch.mm(problem.hidden, problem.weight.t(), out=results.e[: problem.T, : problem.V])
     elif kind == "dhidden":
         torch.mm(problem.e[:, : problem.V], problem.weight, out=results.dhidden[: problem.T])
-    elif kind == "dweight":
-        torch.mm(problem.e[:, : problem.V].t(), problem.hidden, out=results.dweight_bf16)
+    elif kind != "dweight_add":
+        torch.mm(problem.e[:, : problem.V].t(), problem.hidden, out=results.dweight_bf16[: problem.V])
     else:
-        results.dweight_bf16.addmm_(problem.e[:, : problem.V].t(), problem.hidden)
+        results.dweight_bf16[: problem.V].addmm_(problem.e[:, : problem.V].t(), problem.hidden)
 
 
 def far(name: str, ours: Any, reference: Any, relative: float, absolute: Any) -> list[str]:
@@ -184,8 +184,8 @@ def check_once(module: Any, name: str, problem: Problem, band: int) -> list[str]
         torch.cuda.synchronize()
         copies.append(results)
     results, wrong = copies[0], []
-    written = {"mainloop": "sums", "scan": "e", "forward": "sums", "dhidden": "dhidden"}.get(kind, "dweight")
-    for attribute in {written, "sums"}:
+    written = {"mainloop": "sums", "scan": "e", "forward": "sums", "dhidden": "dhidden", "dweight": "dweight_bf16"}
+    for attribute in {written.get(kind, "dweight"), "sums"}:
         one, two = getattr(copies[0], attribute), getattr(copies[1], attribute)
         if not torch.equal(one.nan_to_num(12345.0), two.nan_to_num(12345.0)):
             wrong.append(f"{attribute} differs from run to run")
@@ -220,8 +220,9 @@ def check_once(module: Any, name: str, problem: Problem, band: int) -> list[str]
             wrong.append("dX: written past its edge")
     else:
         expected = problem.e[:, :V].float().t() @ problem.hidden.float() + (1.0 if kind == "dweight_add" else 0.0)
-        wrong += far("dW", results.dweight[:V], expected, 1e-3, 1e-3 * float(expected.std()))
-        if not results.dweight[V:].isnan().all():
+        dweight, error = (results.dweight_bf16, 0.01) if kind == "dweight" else (results.dweight, 1e-3)
+        wrong += far("dW", dweight[:V].float(), expected, error, error * float(expected.std()))
+        if not dweight[V:].isnan().all():
             wrong.append("dW: written past its edge")
     return wrong
 

@@ -39,8 +39,9 @@ KINDS = {
     "mainloop": Kind("TileSums<S>", "K", "K"),
     "scan": Kind("Scan<S, true, true>", "K", "K"),
     "forward": Kind("Scan<S, false, true>", "K", "K"),
-    "dhidden": Kind("ScaledRows<S>", "K", "MN"),
-    "dweight": Kind("Sums<S, false>", "MN", "MN"),
+    "dhidden": Kind("Rounded<S, true>", "K", "MN"),
+    "dweight": Kind("Rounded<S, false>", "MN", "MN"),
+    "dweight_fp32": Kind("Sums<S, false>", "MN", "MN"),
     "dweight_add": Kind("Sums<S, true>", "MN", "MN"),
 }
 # Rows and columns of a warpgroup's tile, who takes turns ("turns") or shares ("halves"), what a cluster has in common.
@@ -65,6 +66,7 @@ SHAPES = {
         (64, 256, "halves", "Nothing"), (64, 256, "halves", "B"), (128, 128, "halves", "Nothing"),
         (128, 192, "turns", "B"), (128, 128, "turns", "B"),
     ],
+    "dweight_fp32": [(64, 256, "halves", "B")],
     "dweight_add": [(64, 256, "halves", "B"), (128, 192, "turns", "B"), (128, 128, "turns", "B")],
 }  # fmt: skip
 

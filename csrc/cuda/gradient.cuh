@@ -1,21 +1,21 @@
-// Epilogues of the gradient products: rows scaled and rounded to bf16 (dX), or fp32 written or added in place (dW).
+// Epilogues of the gradient products: bf16, its rows scaled (dX) or not (dW), or fp32 written or added in place (dW).
 #pragma once
 
 #include "epilogue.cuh"
 
 namespace tandem::cuda {
 
-// C in bf16, row i times factor[i].
-template <class S>
-class ScaledRows {
+// C in bf16; SCALED: row i times factor[i].
+template <class S, bool SCALED>
+class Rounded {
  public:
   struct Arguments {
-    const float* factor;  // [rows]
+    const float* factor;  // [rows], if SCALED
   };
   static constexpr int kSharedBytes = Staging::kBytes;
   static constexpr int kOutColumns = 64, kOutBytes = 2;
 
-  __device__ __forceinline__ ScaledRows(
+  __device__ __forceinline__ Rounded(
       const Arguments& arguments, const CUtensorMap& out, const Sizes& sizes, uint32_t staging, int consumer)
       : arguments_(arguments), out_(out), sizes_(sizes), staging_(staging, consumer) {}
 
@@ -27,7 +27,7 @@ class ScaledRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = row + fragment_row(block, h);
-        factor_[block][h] = at < sizes_.rows ? __ldg(arguments_.factor + at) : 0.0f;
+        factor_[block][h] = SCALED && at < sizes_.rows ? __ldg(arguments_.factor + at) : 1.0f;
       }
     }
   }

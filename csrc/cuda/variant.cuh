@@ -22,7 +22,7 @@ typename E::Arguments arguments_of(const Request& r) {
   using Arguments = typename E::Arguments;
   if constexpr (std::is_same_v<E, TileSums<S>>) {
     return Arguments{r.total};
-  } else if constexpr (std::is_same_v<E, ScaledRows<S>>) {
+  } else if constexpr (std::is_same_v<E, Rounded<S, true>> || std::is_same_v<E, Rounded<S, false>>) {
     return Arguments{r.factor};
   } else if constexpr (std::is_empty_v<Arguments>) {
     return Arguments{};

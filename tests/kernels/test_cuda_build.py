@@ -12,7 +12,7 @@ BUILD = Path(__file__).resolve().parents[2] / "csrc/cuda/build.py"
 # One of each kind, and of each way to share: the largest accumulators, a cluster, halves and turns.
 VARIANTS = (
     "mainloop_turns_128x192_s5|scan_turns_128x192_s4_shareB|scan_halves_128x256_s4|forward_turns_128x128_s7_shareB"
-    "|dhidden_turns_128x192_s4_shareB|dweight_halves_256x128_s4|dweight_add_turns_128x128_s6_shareB"
+    "|dhidden_turns_128x192_s4_shareB|dweight_halves_256x128_s4|dweight_fp32_halves_128x256_s4_shareB|dweight_add_turns_128x128_s6_shareB"
 )
 
 pytestmark = [
