@@ -87,8 +87,8 @@ class Scan {
         const float sum = row_sum(total[h]);
         if (writes) arguments_.total[place] = sum;
         if constexpr (ENTROPY) {
-          const float sum = row_sum(weighted[h]);
-          if (writes) arguments_.weighted[place] = sum * kLn2;
+          const float weighted_sum = kLn2 * row_sum(weighted[h]);
+          if (writes) arguments_.weighted[place] = weighted_sum;
         }
       }
     }
