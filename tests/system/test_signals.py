@@ -120,6 +120,7 @@ def test_a_terminated_run_leaves_its_report(start, ranks: int) -> None:
     assert "Stopped after step" in output
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_the_ranks_along(start) -> None:
     running = start("--launch.ranks 2")
     assert {rank_of(pid) for pid in running.below} >= {"0", "1"}
