@@ -124,8 +124,9 @@ def _headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
                 length = int.from_bytes(opened.read(8), "little")
                 header: dict[str, Any] = json.loads(opened.read(min(length, LONGEST_HEADER)))
             header.pop("__metadata__", None)
-            assert all("dtype" in tensor and len(tensor["data_offsets"]) == 2 for tensor in header.values())
-        except (OSError, ValueError, AttributeError, TypeError, KeyError, AssertionError):
+            if not all("dtype" in tensor and len(tensor["data_offsets"]) == 2 for tensor in header.values()):
+                raise ValueError("a tensor without dtype or place")
+        except (OSError, ValueError, AttributeError, TypeError, KeyError):
             raise ConfigError(
                 f"{file} is no safetensors file: its header cannot be read; fetch the model again"
             ) from None
