@@ -8,6 +8,7 @@ waits for a dead one inside a collective on the GPU sees neither: a thread of it
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -113,12 +114,38 @@ def stop_on_sigterm(is_rank: bool) -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup and background jobs have it
         signal.signal(signal.SIGINT, _stop)
     sys.unraisablehook = _not_lost
+    _children_as_usual()
     if not is_rank:
         return
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)  # C code writes each signal's number there at once
     threading.Thread(target=_end_if_deaf, args=(ear,), name="tandem-sigterm", daemon=True).start()
+
+
+@functools.cache
+def _children_as_usual() -> None:
+    """Lets signals do to forked processes, such as a reward's pool, what they do to any Python program's.
+
+    With ``_stop`` a worker that is told to end could lose the signal, and its pool would wait for it without end; with
+    the wakeup's pipe it would tell this process. Signals wait until the child has its own handlers.
+    """
+    forking = threading.local()
+
+    def before() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def in_child() -> None:
+        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, usual)
+        signal.set_wakeup_fd(-1)
+        in_parent()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def stop_requested() -> int:
