@@ -18,13 +18,15 @@ from engine.colocation import Colocation
 from engine.config import Config
 from engine.distributed import World
 from engine.generation.base import Generator
+from engine.in_turns import Alternating
+from engine.overlapping import Overlapping
 from engine.preflight import Inputs
 from engine.proof import Proof
 from engine.source import Source
 from engine.split import SplitTraining
 from engine.training import lora, models
 from engine.training.trainer import Trainer
-from engine.turns import Alternating, Overlapping, Turns
+from engine.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -461,20 +461,6 @@ class Config(Section):
             raw = {**raw, "env": {str(k): str(v) for k, v in raw["env"].items()}}
         return raw
 
-    def check(self, world_size: int, device_type: str) -> None:
-        """Checks what no single key can: arithmetic of batches, combinations, files that must exist.
-
-        Args:
-            world_size: ranks of the run.
-            device_type: ``cpu`` or ``cuda``.
-
-        Raises:
-            ConfigError: with one line for the first thing that is wrong and what to do about it.
-        """
-        from engine import config_checks
-
-        config_checks.check(self, world_size, device_type)
-
     @property
     def generating_ranks(self) -> int:
         """Ranks that only generate."""

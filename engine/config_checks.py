@@ -10,7 +10,15 @@ from engine.config import Config, ConfigError
 
 
 def check(config: Config, world_size: int, device_type: str) -> None:
-    """``Config.check``."""
+    """Checks what no single key can: arithmetic of batches, combinations, files that must exist.
+
+    Args:
+        world_size: ranks of the run.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: with one line for the first thing that is wrong and what to do about it.
+    """
     _check_sources(config)
     _check_schedule(config, world_size)
     _check_batches(config, world_size - config.generating_ranks)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from engine import launch
+from engine import devices
 from engine.config import Config
 from engine.model_shape import ModelShape
 
@@ -255,7 +255,7 @@ def training(
 
 def _fused(shape: ModelShape) -> bool:
     """Whether Liger's kernels will run; a plan made where no GPU is takes them for installed where one is."""
-    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or launch.visible_gpus() == 0)
+    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or devices.visible_gpus() == 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, item: int, tensor_parallel: int) -> int:

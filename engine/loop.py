@@ -8,7 +8,7 @@ import functools
 import torch
 from transformers.utils import logging as transformers_logging
 
-from engine import build, distributed, experience, launch, split
+from engine import build, devices, distributed, experience, split
 from engine.config import Config
 from engine.distributed import World
 from engine.preflight import Inputs
@@ -21,7 +21,7 @@ def run(config: Config, inputs: Inputs, config_file: str | None) -> None:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     generators = config.generating_ranks
-    with distributed.joined(launch.device_type(config), config.launch.timeout_minutes, generators) as world:
+    with distributed.joined(devices.device_type(config), config.launch.timeout_minutes, generators) as world:
         if world.generates:
             split.generate(config, world, functools.partial(build.sampler, inputs))
         else:

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from engine import children, cli, config_checks, disk, failures, folder, launch, memory, state
+from engine import children, cli, config_checks, devices, disk, failures, folder, launch, memory, state
 from engine.config import Config, ConfigError
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
@@ -39,15 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by the caller: no file opened later may take its place
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if launch.is_rank():
+    if devices.is_rank():
         launch.die_with_launcher()
         faulthandler.enable()  # a rank that a library ends by a signal says where it was
     try:
         config, options = cli.parse(argv)
         if options.print_config:
             return _print_config(config)
-        world_size, device_type = launch.world_size(config), launch.device_type(config)
-        config.check(world_size, device_type)
+        world_size, device_type = devices.world_size(config), devices.device_type(config)
+        config_checks.check(config, world_size, device_type)
         if config.memory.explain:
             for plan in memory.plans(config, world_size, memory.gpu_bytes(config)).values():
                 print(plan.table())
@@ -57,16 +57,16 @@ def main(argv: list[str] | None = None) -> int:
         else:
             _check_resumed_run(config, world_size)
         _check_packages(config)
-        if device_type == "cuda" and not launch.is_rank():
+        if device_type == "cuda" and not devices.is_rank():
             memory.plans(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
     except ConfigError as error:
         return failures.refuse(error)
     launch.tidy_environment(device_type)
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
-    failures.stop_on_sigterm(launch.is_rank())
+    failures.stop_on_sigterm(devices.is_rank())
     try:
-        if world_size > 1 and not launch.is_rank():
+        if world_size > 1 and not devices.is_rank():
             return launch.start_ranks(world_size, argv)
         from engine import loop, preflight  # import torch
 
@@ -103,7 +103,7 @@ def _print_config(config: Config) -> int:
     lacks = config_checks.missing(config)
     if not lacks:
         try:
-            config.check(launch.world_size(config), launch.device_type(config))
+            config_checks.check(config, devices.world_size(config), devices.device_type(config))
         except ConfigError as error:
             lacks = [str(error)]
     for line in lacks:

@@ -8,7 +8,7 @@ from functools import cache
 
 from transformers import AutoModelForCausalLM
 
-from engine import build, cli, distributed, loop, preflight, split
+from engine import build, cli, config_checks, distributed, loop, preflight, split
 from engine.config import Config
 from engine.distributed import World
 from engine.generation.base import Generator
@@ -45,7 +45,7 @@ def config(model: str, folder: str, backend: str, algo: str, staleness: int) -> 
         options["train.minibatches_per_batch"] = 1
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     found, _ = cli.parse(["--config", str(ROOT / "configs" / "quickstart.yaml"), *arguments])
-    found.check(2, "cpu")
+    config_checks.check(found, 2, "cpu")
     return found
 
 

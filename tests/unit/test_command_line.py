@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import engine.run
-from engine import cli, failures, launch
+from engine import cli, devices, failures
 from engine.config import Config, ConfigError
 
 TASK = ["--data.task", "addition"]
@@ -17,7 +17,7 @@ TASK = ["--data.task", "addition"]
 
 @pytest.fixture(autouse=True)
 def nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*launch.LAUNCHED, "LOCAL_WORLD_SIZE", failures.LAUNCHER, failures.REFUSAL_FILE):
+    for name in (*devices.LAUNCHED, "LOCAL_WORLD_SIZE", failures.LAUNCHER, failures.REFUSAL_FILE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(failures, "PATIENCE", 0.0)
     monkeypatch.setattr(faulthandler, "enable", lambda: None)  # it asks for a real stderr
@@ -236,7 +236,7 @@ def test_an_environment_that_says_nothing_else(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert launch.world_size(parsed("--launch.ranks", "2", "--launch.device", "cpu")) == ranks
+    assert devices.world_size(parsed("--launch.ranks", "2", "--launch.device", "cpu")) == ranks
 
 
 def test_one_rank_of_a_machine_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine import cli, data, run
+from engine import cli, config_checks, data, run
 from engine.config import Config, ConfigError
 from tests import users
 
@@ -39,7 +39,7 @@ def load(path: Any, **settings: Any) -> tuple[list[data.Prompt], list[data.Promp
         {"model": {"path": "/"}, "reward": {"url": "http://x"}, "data": {"path": str(path)} | settings}
         | {"rollout": {"prompts_per_step": 4, "max_prompt_tokens": settings.pop("longest", 64)}}
     )
-    config.check(1, "cpu")
+    config_checks.check(config, 1, "cpu")
     config.model.path = None
     tokenizer = users.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% if 'tool_calls' in m %}{% for c in "
@@ -80,7 +80,7 @@ def test_a_runs_own_configuration_starts_again(tmp_path: Path, file: Path) -> No
     config, _ = cli.parse([*options(tmp_path, file), "--model.path", "/"])
     (tmp_path / "config.yaml").write_text(cli.dump_yaml(config))
     again, _ = cli.parse(["--config", str(tmp_path / "config.yaml")])
-    again.check(1, "cpu")
+    config_checks.check(again, 1, "cpu")
     assert again == config and "split: train" in cli.dump_yaml(config)
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from engine import async_rlhf_keys as keys
-from engine import cli
+from engine import cli, config_checks
 from engine import from_async_rlhf as converter
 from engine.config import ConfigError
 
@@ -111,7 +111,7 @@ def test_their_configurations_can_run(name: str) -> None:
     assert (found["rollout.missing_eos_reward"], found["reward.model"], found["data.eval_split"]) == (
         -1.0, "some/rm", "test",
     )  # fmt: skip
-    config.check(found["launch.ranks"], "cuda")
+    config_checks.check(config, found["launch.ranks"], "cuda")
 
 
 def test_what_they_do_not_say_is_their_default() -> None:

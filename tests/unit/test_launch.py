@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import cli, failures, folder, launch
+from engine import cli, devices, failures, folder, launch
 from engine.config import Config, ConfigError
 from engine.distributed import World
 
@@ -35,28 +35,28 @@ def configured(*arguments: str) -> Config:
 
 
 def test_one_rank_a_gpu(environment: pytest.MonkeyPatch) -> None:
-    assert launch.world_size(configured()) == 4
-    assert launch.world_size(configured("--launch.ranks", "2")) == 2
-    assert launch.world_size(configured("--launch.device", "cpu")) == 1
+    assert devices.world_size(configured()) == 4
+    assert devices.world_size(configured("--launch.ranks", "2")) == 2
+    assert devices.world_size(configured("--launch.device", "cpu")) == 1
     with pytest.raises(ConfigError, match=r"launch\.ranks is 5, but 4 GPU"):
-        launch.world_size(configured("--launch.ranks", "5"))
+        devices.world_size(configured("--launch.ranks", "5"))
     environment.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.world_size(configured()) == 1
-    assert launch.device_type(configured("--memory.explain", "true", "--memory.gpu_gib", "80")) == "cuda"
+    assert devices.world_size(configured()) == 1
+    assert devices.device_type(configured("--memory.explain", "true", "--memory.gpu_gib", "80")) == "cuda"
 
 
 def test_a_launcher_s_ranks_are_joined_on_any_node(environment: pytest.MonkeyPatch) -> None:
     for name, value in RANK.items():
         environment.setenv(name, value)
-    assert launch.world_size(configured()) == 16
-    assert launch.world_size(configured("--local_rank=1")) == 16  # as DeepSpeed's launcher calls its ranks
+    assert devices.world_size(configured()) == 16
+    assert devices.world_size(configured("--local_rank=1")) == 16  # as DeepSpeed's launcher calls its ranks
     environment.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but 1 GPU"):
-        launch.world_size(configured())
-    assert launch.world_size(configured("--launch.device", "cpu")) == 16
+        devices.world_size(configured())
+    assert devices.world_size(configured("--launch.device", "cpu")) == 16
     environment.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="LOCAL_RANK is missing"):
-        launch.world_size(configured())
+        devices.world_size(configured())
     with pytest.raises(ConfigError, match="local_rank"):
         configured("--local_rank=1")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import cli
+from engine import cli, config_checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RANKS = {"quickstart.yaml": (1, "cpu"), "tldr-pythia410m.yaml": (2, "cuda"), "gsm8k.yaml": (1, "cuda")}
@@ -17,7 +17,7 @@ def test_recipe_fits_its_machine(path: Path, tmp_path: Path, monkeypatch: pytest
     Path("configs").symlink_to(CONFIGS)
     config, _ = cli.parse(["--config", str(path)])
     ranks, device = RANKS[path.name]
-    config.check(ranks, device)
+    config_checks.check(config, ranks, device)
     assert config.launch.ranks in (None, ranks)
     assert path.read_text().startswith("# ")
 

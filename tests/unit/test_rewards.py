@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import rewards
+from engine import config_checks, rewards
 from engine.config import Config, ConfigError
 from engine.rewards import http
 from engine.rewards.function import FunctionReward, load_function
@@ -210,7 +210,7 @@ def test_numpy_and_torch_scores_are_fine() -> None:
 def test_sources_are_checked_before_anything_loads(reward: dict, needle: str) -> None:
     config = Config.model_validate({"data": {"path": "some/set"}, "model": {"path": "x"}, "reward": reward})
     with pytest.raises(ConfigError, match=needle):
-        config.check(1, "cpu")
+        config_checks.check(config, 1, "cpu")
 
 
 Answer = Callable[[dict], tuple[int, Any]]
