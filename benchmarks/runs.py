@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.summary import versions
+from engine.run_folder.summary import versions
 
 Rows = list[dict[str, float]]
 """Of metrics.jsonl: one a training step."""

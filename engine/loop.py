@@ -8,11 +8,14 @@ import functools
 import torch
 from transformers.utils import logging as transformers_logging
 
-from engine import build, devices, distributed, experience, split
 from engine.config import Config
-from engine.distributed import World
-from engine.preflight import Inputs
+from engine.machine import devices
+from engine.machine.world import World, joined
+from engine.rollouts import experience
+from engine.schedules import split
 from engine.session import Session
+from engine.start import build
+from engine.start.preflight import Inputs
 
 
 def run(config: Config, inputs: Inputs, config_file: str | None) -> None:
@@ -21,7 +24,7 @@ def run(config: Config, inputs: Inputs, config_file: str | None) -> None:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     generators = config.generating_ranks
-    with distributed.joined(devices.device_type(config), config.launch.timeout_minutes, generators) as world:
+    with joined(devices.device_type(config), config.launch.timeout_minutes, generators) as world:
         if world.generates:
             split.generate(config, world, functools.partial(build.sampler, inputs))
         else:

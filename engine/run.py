@@ -13,8 +13,12 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from engine import children, cli, config_checks, devices, disk, failures, folder, launch, memory, state
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, cli
+from engine.launch import failures, launcher
+from engine.machine import children, devices, disk
+from engine.memory import planning
+from engine.run_folder import checkpoints, folder
+from engine.start import checks
 
 NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 """Warnings of libraries about their own insides, which nobody who runs this can act on."""
@@ -40,16 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None:  # closed by the caller: no file opened later may take its place
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if devices.is_rank():
-        launch.die_with_launcher()
+        launcher.die_with_launcher()
         faulthandler.enable()  # a rank that a library ends by a signal says where it was
     try:
         config, options = cli.parse(argv)
         if options.print_config:
             return _print_config(config)
         world_size, device_type = devices.world_size(config), devices.device_type(config)
-        config_checks.check(config, world_size, device_type)
+        checks.check(config, world_size, device_type)
         if config.memory.explain:
-            for plan in memory.plans(config, world_size, memory.gpu_bytes(config)).values():
+            for plan in planning.plans(config, world_size, planning.gpu_bytes(config)).values():
                 print(plan.table())
             return 0
         if config.resume is None:
@@ -58,17 +62,20 @@ def main(argv: list[str] | None = None) -> int:
             _check_resumed_run(config, world_size)
         _check_packages(config)
         if device_type == "cuda" and not devices.is_rank():
-            memory.plans(config, world_size, memory.gpu_bytes(config))  # too small a GPU is said before anything starts
+            planning.plans(
+                config, world_size, planning.gpu_bytes(config)
+            )  # too small a GPU is said before anything starts
     except ConfigError as error:
         return failures.refuse(error)
-    launch.tidy_environment(device_type)
+    launcher.tidy_environment(device_type)
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
     failures.stop_on_sigterm(devices.is_rank())
     try:
         if world_size > 1 and not devices.is_rank():
-            return launch.start_ranks(world_size, argv)
-        from engine import loop, preflight  # import torch
+            return launcher.start_ranks(world_size, argv)
+        from engine import loop
+        from engine.start import preflight  # import torch
 
         loop.run(config, preflight.read(config), options.config)
     except ConfigError as error:
@@ -100,10 +107,10 @@ def main(argv: list[str] | None = None) -> int:
 def _print_config(config: Config) -> int:
     """The configuration on stdout, for ``--config`` to take again, and on stderr why it would not run yet."""
     print(cli.dump_yaml(config.model_copy(update={"resume": None})), end="")
-    lacks = config_checks.missing(config)
+    lacks = checks.missing(config)
     if not lacks:
         try:
-            config_checks.check(config, devices.world_size(config), devices.device_type(config))
+            checks.check(config, devices.world_size(config), devices.device_type(config))
         except ConfigError as error:
             lacks = [str(error)]
     for line in lacks:
@@ -114,16 +121,16 @@ def _print_config(config: Config) -> int:
 def _check_resumed_run(config: Config, world_size: int) -> None:
     """A resumed run needs a checkpoint of the same kind of run, by as many ranks, and something left to do."""
     run_dir = Path(str(config.resume))
-    checkpoint = state.newest(run_dir)
+    checkpoint = checkpoints.newest(run_dir)
     if checkpoint is None:
-        torn = f" that is whole: {faults[0]}" if (faults := state.torn(run_dir)) else ""
+        torn = f" that is whole: {faults[0]}" if (faults := checkpoints.torn(run_dir)) else ""
         raise ConfigError(f"resume: {run_dir} has no checkpoint{torn} (save.every_steps writes them); start anew")
     disk.probe("resume", run_dir)
     before = dict(cli.flat(cli.load_run(run_dir)))
     for key, value in cli.flat(config):
         if key in FIXED and value != before[key]:
             raise ConfigError(f"resume: {key} is {before[key]} in {run_dir} and cannot become {value}")
-    saved = state.read(checkpoint)
+    saved = checkpoints.read(checkpoint)
     if saved.world_size != world_size:
         raise ConfigError(
             f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks"

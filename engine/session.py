@@ -15,33 +15,26 @@ import torch
 
 from algorithms import kl_control
 from algorithms.base import Rollout
-from engine import (
-    bootstrap,
-    build,
-    cli,
-    device_memory,
-    experience,
-    export,
-    failures,
-    folder,
-    memory,
-    rewards,
-    split,
-    state,
-)
-from engine.budget import Side
-from engine.config import Config, ConfigError
-from engine.distributed import World
-from engine.preflight import Inputs
+from engine import rewards
+from engine.config import Config, ConfigError, cli
+from engine.launch import failures
+from engine.machine.world import World
+from engine.memory import meter, planning
+from engine.memory.budget import Side
 from engine.report import records
 from engine.report.closing import closing_lines
 from engine.report.output import Output
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
+from engine.rollouts import experience
+from engine.rollouts.source import Source
+from engine.run_folder import checkpoints, folder
+from engine.run_folder.summary import summary
 from engine.sample import Sample
-from engine.source import Source
-from engine.summary import summary
-from engine.training import zero
+from engine.schedules import split
+from engine.start import bootstrap, build
+from engine.start.preflight import Inputs
+from engine.training import export, zero
 from engine.training.trainer import Trainer
 
 
@@ -49,7 +42,7 @@ from engine.training.trainer import Trainer
 class Start:
     """What a training rank has before the run has a folder."""
 
-    plans: dict[Side, memory.MemoryPlan]
+    plans: dict[Side, planning.MemoryPlan]
     scorer: rewards.Scorer
     path: str
     """The policy's folder or hub name."""
@@ -79,8 +72,8 @@ class Start:
 
 def _check_base(run_dir: Path, digests: dict[str, str]) -> None:
     """Raises ConfigError where a run's checkpoint was trained from other weights than those that were loaded now."""
-    checkpoint = state.newest(run_dir)
-    before = state.read(checkpoint).base_models if checkpoint else {}
+    checkpoint = checkpoints.newest(run_dir)
+    before = checkpoints.read(checkpoint).base_models if checkpoint else {}
     for key, found in digests.items():
         if before.get(key, found) != found:
             raise ConfigError(
@@ -120,17 +113,17 @@ class Session:
         )
         self._turns = build.turns(config, start.path, start.models, inputs, world, start.plans, self._source, self.say)
         if world.device.type == "cuda":
-            device_memory.use_growing_segments()
-        self._meter = device_memory.Meter(world.device)
+            meter.use_growing_segments()
+        self._meter = meter.Meter(world.device)
 
         ranks = world.size + config.generating_ranks
-        self.state = state.OnlineTrainerState(
+        self.state = checkpoints.OnlineTrainerState(
             kl_coef=config.kl.coef, world_size=ranks, base_models=start.models.digests
         )
-        if config.resume and (checkpoint := state.newest(run_dir)):
+        if config.resume and (checkpoint := checkpoints.newest(run_dir)):
             self._turns.rest()
             self._turns.take_back()
-            self.state = state.load(checkpoint, self.trainer, world)
+            self.state = checkpoints.load(checkpoint, self.trainer, world)
             if jump := zero.jump(self.trainer.apply_settings(), self.state.learning_rates):
                 self.note(jump)
             # Rank 0 writes the folder's configuration anew later on, perhaps before another rank has read it.
@@ -139,8 +132,8 @@ class Session:
                 self.state.kl_coef = config.kl.coef
             self._turns.make_room()
             self._turns.hand_over(self.state.version)
-            self._turns.resume(state.in_flight(checkpoint, world), self.state.step, self.state.cursor)
-            self.say("\n".join([*state.torn(run_dir), f"Resumed from {checkpoint}"]))
+            self._turns.resume(checkpoints.in_flight(checkpoint, world), self.state.step, self.state.cursor)
+            self.say("\n".join([*checkpoints.torn(run_dir), f"Resumed from {checkpoint}"]))
         self._cursor = self.state.cursor
         self._sampled: list[Sample] = []
         self._evaluated = False
@@ -337,7 +330,7 @@ class Session:
                     self._turns.rest()
                     self._turns.take_back()
                 waiting = self._turns.in_flight()
-                state.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
+                checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
                 if self._turns.plan.offload:
                     self._turns.make_room()
                     self._turns.hand_over(self.state.version)
@@ -354,7 +347,7 @@ class Session:
                     self._turns.take_back()
                 # Ranks that only generate may have ended by the same signal: their batch is not waited for.
                 waiting = self._turns.in_flight(wait=False)
-                state.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
+                checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
         raise failures.stopped(number)
 
     def finish(self) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from engine.digest import digest
 from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
 from engine.generation.receipt import Held
+from engine.models.digest import digest
 
 
 class HFGenerator(Generator):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine import digest
+from engine.models import digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,8 @@ from engine.generation.receipt import Held, values
 if TYPE_CHECKING:
     import torch
 
-    from engine.budget import Sleep
     from engine.generation.shared_weights import SharedWeights
+    from engine.memory.budget import Sleep
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when asked for a lower one that is not 0."""
@@ -68,7 +68,7 @@ class VLLMGenerator(Generator):
 
         super().__init__()
         if not dist.is_initialized():
-            raise RuntimeError("VLLMGenerator needs torch.distributed, as engine.distributed.joined() starts it")
+            raise RuntimeError("VLLMGenerator needs torch.distributed, as engine.machine.world.joined() starts it")
         if (ranks := dist.get_world_size()) % tensor_parallel:
             raise ValueError(f"generation.tensor_parallel {tensor_parallel} does not divide the {ranks} rank(s)")
         self._max_model_len = max_model_len

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.digest import digest
 from engine.generation import vllm_compat as compat
 from engine.generation.receipt import Held
+from engine.models.digest import digest
 
 IDENTITY_ROWS = 256
 """Rows of the identity that a repacked matrix is multiplied with at a time."""

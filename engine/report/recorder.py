@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from engine import disk
+from engine.machine import disk
 from engine.report import records
 from engine.report.display import make_display
 from engine.report.html import write_report

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import data, model_folder, templates
 from engine.config import Config, ConfigError, Data
-from engine.data import Prompt
+from engine.data import templates
+from engine.data.prompts import Prompt, load_tokenizer, stop_token_ids
+from engine.models import model_folder
 from engine.rewards import checkpoint
 from engine.sample import Sample
 
@@ -104,7 +105,7 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
     assert path is not None
     name = f"reward.model '{path}'"
     _check_code(path, name)
-    own = data.load_tokenizer(path, "reward.model")
+    own = load_tokenizer(path, "reward.model")
     policy = policy or _policy_tokenizer(config)
     shape = model_folder.read_config("reward.model", path)
     _check_head(path, name, shape)
@@ -120,13 +121,13 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
         own = None  # type: ignore[assignment]
     elif config.data.chat_template and own.chat_template is None:
         raise ConfigError(f"{name}: its tokenizer has no chat template, which data.chat_template asks for")
-    ends = frozenset(data.stop_token_ids(config, policy))
+    ends = frozenset(stop_token_ids(config, policy))
     return Classifier(path, name, own, policy, ends, text.vocab_size, positions, config.data)
 
 
 def _policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if config.model.path is not None:
-        return data.load_tokenizer(config.model.path)
+        return load_tokenizer(config.model.path)
     from engine.tasks import addition
 
     return addition.tokenizer()

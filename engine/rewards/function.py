@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine import user_code
 from engine.config import ConfigError
-from engine.deadline import Limit
+from engine.machine.deadline import Limit
+from engine.rewards import user_code
 from engine.rewards.answers import RewardError, Scores, check_columns, checked, prompts_and_columns
 from engine.sample import Sample
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import Config, ConfigError
-from engine.distributed import World
+from engine.machine.world import World
 from engine.rewards.answers import Scores, checked
 from engine.rewards.classifier import Classifier
 from engine.sample import Sample

@@ -10,8 +10,8 @@ import torch
 
 from algorithms.base import Reduce, global_mean
 from engine.config import Config
-from engine.data import Prompt
-from engine.distributed import World
+from engine.data.prompts import Prompt
+from engine.machine.world import World
 from engine.rewards.answers import LARGEST, RewardError, Source
 from engine.rewards.function import FunctionReward, load_function
 from engine.rewards.http import HttpReward

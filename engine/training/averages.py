@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from engine.distributed import World
+from engine.machine.world import World
 
 
 class Averages:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.distributed import World
+from engine.machine.world import World
 
 
 @dataclass(frozen=True, slots=True)

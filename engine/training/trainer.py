@@ -12,9 +12,9 @@ from torch import Tensor
 
 from algorithms import ppo
 from algorithms.base import Objective
-from engine import experience
 from engine.config import Config
-from engine.distributed import World
+from engine.machine.world import World
+from engine.rollouts import experience
 from engine.sample import Sample
 from engine.training import liger, lora, models, residual, zero
 from engine.training.averages import Averages

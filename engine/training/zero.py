@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import Config
-from engine.footprint import LAYERED_KINDS
+from engine.memory.footprint import LAYERED_KINDS
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On a CPU DeepSpeed would first compile a shared-memory all-reduce, for half a minute and more; gloo does without.

@@ -1,4 +1,4 @@
-"""The sum that ``engine.digest`` takes of a tensor, in one launch and one pass over memory."""
+"""The sum that ``engine.models.digest`` takes of a tensor, in one launch and one pass over memory."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def digest(bits: Tensor, multiplier: int) -> Tensor:
     """The digest of contiguous integers [n] of up to 32 bits, as int64 [] on their device.
 
     Args:
-        multiplier: an int32, as ``engine.digest`` mixes with.
+        multiplier: an int32, as ``engine.models.digest`` mixes with.
     """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     if bits.numel():

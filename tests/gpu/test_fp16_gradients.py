@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import distributed
-from engine.distributed import World
+from engine.machine.world import World, joined
 from tests import users
 from tests.system import fp16
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with distributed.joined("cuda", 5) as alone:
+    with joined("cuda", 5) as alone:
         yield alone
 
 

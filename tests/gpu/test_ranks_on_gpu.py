@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import cli, memory
+from engine.config import cli
+from engine.memory import planning
 from tests.system.conftest import tiny_model  # noqa: F401
 from tests.system.test_runs import QUICK, short
 from tests.system.test_signals import ENDLESS, Running, rank_of, until
@@ -32,7 +33,7 @@ def used() -> list[int]:
 def test_the_driver_tells_what_cuda_tells() -> None:
     config, _ = cli.parse(["--config", str(QUICK)])
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-    assert memory.gpu_bytes(config) == pytest.approx(smallest, rel=0.01)
+    assert planning.gpu_bytes(config) == pytest.approx(smallest, rel=0.01)
 
 
 @pytest.mark.parametrize("ranks,victim", [(1, "0"), (2, "0"), (2, "1"), (2, "launcher")])

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import distributed, weights
-from engine.budget import Sleep
 from engine.generation.base import Request, Sampling
 from engine.generation.shared_weights import SharedWeights
 from engine.generation.vllm import VLLMGenerator
+from engine.machine.world import World, joined
+from engine.memory.budget import Sleep
+from engine.training import weights
 from tests.system import shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -26,11 +27,11 @@ SHAPE = {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 2816, "m
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[distributed.World]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A sampler has been there: what libraries allocate once is not any later one's."""
     path = tmp_path_factory.mktemp("first")
     shared.make_model("Qwen2", True, **SHAPE).save_pretrained(path)
-    with distributed.joined("cuda", 5) as world:
+    with joined("cuda", 5) as world:
         with built(path, "none", None) as (sampler, _):
             sampled(sampler)
         yield world

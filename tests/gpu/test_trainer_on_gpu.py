@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import distributed, weights
-from engine.distributed import World
-from engine.training import attention, liger, models, residual
+from engine.machine.world import World, joined
+from engine.training import attention, liger, models, residual, weights
 from engine.training.packing import Layout, microbatches
 from tests.system import gradients, offloading
 from tests.system.helpers import ROOT
@@ -35,7 +34,7 @@ def no_leftovers() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with distributed.joined("cuda", 5) as alone:
+    with joined("cuda", 5) as alone:
         yield alone
 
 
@@ -242,7 +241,7 @@ def test_no_wider_copy_of_the_weights_on_the_way_in(qwen: str, world: World) -> 
 
 UNEVEN = """
 import random, torch
-from engine.device_memory import use_growing_segments
+from engine.memory.meter import use_growing_segments
 use_growing_segments()
 rng = random.Random(0)
 for _ in range(8):

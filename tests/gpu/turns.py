@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine import distributed, weights
-from engine.build import PROBE_TOKENS
-from engine.colocation import Colocation
 from engine.config import Config
-from engine.device_memory import in_use
-from engine.distributed import World
 from engine.generation.base import Request, Sampling, WrongStateError
 from engine.generation.vllm import VLLMGenerator
-from engine.memory import MemoryPlan
-from engine.training import models
+from engine.machine.world import World, joined
+from engine.memory.meter import in_use
+from engine.memory.planning import MemoryPlan
+from engine.schedules.colocation import Colocation
+from engine.start.build import PROBE_TOKENS
+from engine.training import models, weights
 from engine.training.trainer import Trainer
 from tests.system.colocated import samples_of, two_large_steps, whole_and_in_time
 
@@ -150,7 +149,7 @@ def closing_gives_the_memory_back(turns: Colocation, tensor_parallel: int, world
 
 
 def main(model: str, stage: str, tensor_parallel: str, sleep: str, holding: str) -> None:
-    with distributed.joined("cuda", 5) as world:
+    with joined("cuda", 5) as world:
         plan = MemoryPlan(sleep, sleep == "level2", holding == "shared", KV_BYTES)  # type: ignore[arg-type]
         turns = colocation(model, plan, world, int(stage), int(tensor_parallel))
         assert turns.plan == plan, "no fall-back"

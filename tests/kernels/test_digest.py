@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import digest as plain
+from engine.models import digest as plain
 from kernels.triton import digest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton is interpreted

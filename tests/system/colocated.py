@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine import distributed, weights
-from engine.colocation import Colocation
-from engine.distributed import World
 from engine.generation.base import Request, Response, Sampling
 from engine.generation.vllm import VLLMGenerator
-from engine.memory import MemoryPlan
+from engine.machine.world import World, joined
+from engine.memory.planning import MemoryPlan
 from engine.sample import Sample
+from engine.schedules.colocation import Colocation
+from engine.training import weights
 from tests.system import offloading
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, *range(3, 14), *range(3, 14), *range(3, 14)], [1, 3, 4, 11]]
@@ -109,7 +109,7 @@ def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Res
 
 def main(model: str) -> None:
     weights.BUCKET_BYTES = 50_000
-    with distributed.joined("cpu", 1) as world:
+    with joined("cpu", 1) as world:
         together = turn(model, 3, 2, world)
         alone = turn(model, 2, 1, world)
         assert len(together) == (len(alone) if world.main else 0)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine import experience, weights
-from engine.distributed import World
-from engine.training import models, zero
+from engine.machine.world import World
+from engine.rollouts import experience
+from engine.training import models, weights, zero
 from engine.training.trainer import Trainer, Update
 from tests.system import updates
 

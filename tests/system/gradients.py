@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from engine import distributed, experience, weights
 from engine.config import Config
+from engine.machine.world import World, joined
+from engine.rollouts import experience
 from engine.sample import Sample
-from engine.training import models, zero
+from engine.training import models, weights, zero
 from engine.training.trainer import Trainer
 from tests.system import updates
 
@@ -34,13 +35,13 @@ def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None
         return found
 
     zero._settings = settings
-    with distributed.joined("cpu", 5) as world:
+    with joined("cpu", 5) as world:
         results = {algo: one_update(model, algo, zero_stage, budget, world) for algo in algos.split(",")}
         if world.main:
             torch.save(results, out)
 
 
-def one_update(model: str, algo: str, zero_stage: int, budget: int, world: distributed.World) -> dict[str, object]:
+def one_update(model: str, algo: str, zero_stage: int, budget: int, world: World) -> dict[str, object]:
     """The gradients (ZeRO-0), metrics and new weights of an algorithm's update on this rank's share of the batch."""
     config = Config.model_validate(
         {

@@ -14,7 +14,7 @@ import pytest
 
 import engine.run
 from engine.generation.hf import HFGenerator
-from engine.proof import HandOverError
+from engine.schedules.proof import HandOverError
 
 
 def hf(patch: pytest.MonkeyPatch, victim: str) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from engine import distributed, experience, state, weights
 from engine.config import Config
-from engine.distributed import World
-from engine.training import models
+from engine.machine.world import World, joined
+from engine.rollouts import experience
+from engine.run_folder import checkpoints
+from engine.training import models, weights
 from engine.training.trainer import Trainer
 from tests.system import gradients
 
@@ -71,12 +72,12 @@ def compare(model: str, stage: int, dtype: str, world: World, steps: int = 2) ->
 
 
 def main(model: str, folder: str) -> None:
-    with distributed.joined("cpu", 1) as world:
+    with joined("cpu", 1) as world:
         for stage, dtype in ((2, "float32"), (3, "bfloat16")):
             one = compare(model, stage, dtype, world)
-            path = state.save(Path(folder) / str(stage), state.OnlineTrainerState(), one, [], world, keep=1)
+            path = checkpoints.save(Path(folder) / str(stage), checkpoints.OnlineTrainerState(), one, [], world, keep=1)
             other = trainer(model, stage, dtype, world, seed=1)
-            state.load(path, other, world)
+            checkpoints.load(path, other, world)
             other.offload()
             other.reload()
             assert same(everything(one), everything(other)), "what a checkpoint restores can be offloaded"

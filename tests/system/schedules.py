@@ -8,12 +8,14 @@ from functools import cache
 
 from transformers import AutoModelForCausalLM
 
-from engine import build, cli, config_checks, distributed, loop, preflight, split
-from engine.config import Config
-from engine.distributed import World
+from engine import loop
+from engine.config import Config, cli
 from engine.generation.base import Generator
+from engine.machine.world import World, joined
 from engine.report import figures
-from engine.source import Source
+from engine.rollouts.source import Source
+from engine.schedules import split
+from engine.start import build, checks, preflight
 from tests.system.helpers import ROOT
 
 ALGORITHMS = ("ppo", "rloo", "grpo", "online_dpo", "bok")
@@ -45,7 +47,7 @@ def config(model: str, folder: str, backend: str, algo: str, staleness: int) -> 
         options["train.minibatches_per_batch"] = 1
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     found, _ = cli.parse(["--config", str(ROOT / "configs" / "quickstart.yaml"), *arguments])
-    config_checks.check(found, 2, "cpu")
+    checks.check(found, 2, "cpu")
     return found
 
 
@@ -71,7 +73,7 @@ def sampler(config: Config, world: World, model: str) -> tuple[Generator, Source
 
 def main(model: str, folder: str, *backends: str) -> None:
     figures.write_figures = lambda *_: None  # a second a run; test_runs has them drawn
-    with distributed.joined("cpu", 5, generators=1) as world:
+    with joined("cpu", 5, generators=1) as world:
         for backend in backends:
             for algo in ALGORITHMS:
                 for staleness in (0, 1):

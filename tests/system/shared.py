@@ -13,9 +13,9 @@ import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from engine import distributed
 from engine.config import Config
 from engine.generation.shared_weights import SharedWeights, end_to_end
+from engine.machine.world import joined
 from engine.training import models, zero
 
 KINDS = ("Qwen2", "Llama", "Qwen3")
@@ -79,7 +79,7 @@ def follow(folder: str | Path, stage: int, dtype: str) -> int:
 
 
 def main(folder: str) -> None:
-    with distributed.joined("cpu", 5):
+    with joined("cpu", 5):
         for kind in KINDS:
             for stage in (0, 1, 2):
                 follow(f"{folder}/{kind}", stage, "bfloat16")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import bootstrap, cli
-from engine.distributed import joined
+from engine.config import cli
+from engine.machine.world import joined
+from engine.start import bootstrap
 from tests.system.helpers import ROOT, run_ranks
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.distributed import joined
+from engine.machine.world import joined
 
 
 def test_deepspeed_works_in_the_next_group_too() -> None:

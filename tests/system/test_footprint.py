@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine import footprint, model_shape
 from engine.config import Config
-from engine.distributed import World, joined
-from engine.footprint import Engine
+from engine.machine.world import World, joined
+from engine.memory import footprint, model_shape
+from engine.memory.footprint import Engine
 from engine.sample import Sample
 from engine.training import models
 from engine.training.packing import microbatches

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import distributed
-from engine.distributed import World
+from engine.machine.world import World, joined
 from tests import users
 from tests.system import fp16
 
@@ -23,7 +22,7 @@ needs_fp16 = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

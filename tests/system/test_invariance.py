@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from algorithms.base import Objective
-from engine import distributed
+from engine.machine.world import joined
 from engine.sample import Sample
 from tests.system import updates
 from tests.system.helpers import run_ranks
@@ -22,7 +22,7 @@ from tests.system.updates import ALGORITHMS, Update, Updates, batch
 
 @pytest.fixture(scope="module")
 def update(tiny_model: str) -> Iterator[Updates]:
-    with distributed.joined("cpu", 5) as world:
+    with joined("cpu", 5) as world:
         yield Updates(tiny_model, world)
 
 

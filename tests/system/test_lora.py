@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import distributed, experience, weights
 from engine.config import Config, ConfigError
-from engine.distributed import World
-from engine.training import lora, models
+from engine.machine.world import World, joined
+from engine.rollouts import experience
+from engine.training import lora, models, weights
 from engine.training.trainer import Trainer
 from tests.system import gradients
 from tests.system.helpers import run_engine, run_here, steps
@@ -55,7 +55,7 @@ def test_runs_hand_over_export_and_resume(tiny_model: str, tmp_path: Path, where
 
 @pytest.fixture(scope="module")
 def world():
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

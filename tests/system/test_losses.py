@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from engine import distributed
+from engine.machine.world import joined
 from engine.sample import Sample
 from tests.system.updates import TEMPERATURE, Updates, batch, drift
 
@@ -59,7 +59,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def update(tiny_model: str) -> Iterator[Updates]:
-    with distributed.joined("cpu", 5) as world:
+    with joined("cpu", 5) as world:
         yield Updates(tiny_model, world)
 
 

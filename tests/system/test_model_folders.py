@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import engine.run
-from engine import bootstrap
 from engine.generation.hf import HFGenerator
+from engine.start import bootstrap
 from tests import users
 from tests.system.helpers import steps
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import distributed
+from engine.machine.world import World, joined
 from engine.training import offload
 from tests.system import gradients, offloading
 from tests.system.helpers import run_ranks
@@ -15,7 +15,7 @@ from tests.system.helpers import run_ranks
 
 @pytest.fixture(scope="module")
 def world():
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 
@@ -24,7 +24,7 @@ def world():
     [(0, "float32", 8), (0, "bfloat16", 12), (1, "bfloat16", 12), (2, "bfloat16", 12), (3, "bfloat16", 14)],
 )
 def test_offload_and_reload_change_no_bit(
-    tiny_model: str, world: distributed.World, monkeypatch: pytest.MonkeyPatch, stage: int, dtype: str, bytes_each: int
+    tiny_model: str, world: World, monkeypatch: pytest.MonkeyPatch, stage: int, dtype: str, bytes_each: int
 ) -> None:
     """Two parameter groups, two models, two cycles; chunks much smaller than the states."""
     monkeypatch.setattr(offload, "CHUNK_BYTES", 1000)

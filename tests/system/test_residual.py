@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine import distributed, experience, weights
 from engine.config import Config, Lora
-from engine.distributed import World
-from engine.training import lora, models, residual
+from engine.machine.world import World, joined
+from engine.rollouts import experience
+from engine.training import lora, models, residual, weights
 from engine.training.packing import Microbatch, microbatches
 from engine.training.trainer import Trainer
 from tests.system import gradients
@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from engine import distributed, rewards
+from engine import rewards
 from engine.config import Config, ConfigError
-from engine.distributed import World
+from engine.machine.world import World, joined
 from engine.sample import Sample
 from engine.tasks import addition
 
@@ -62,7 +62,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

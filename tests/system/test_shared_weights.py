@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from engine import distributed
 from engine.generation.base import Request, Sampling
 from engine.generation.shared_weights import SharedWeights
 from engine.generation.vllm import VLLMGenerator
-from engine.weights import full_weights
+from engine.machine.world import World, joined
+from engine.training.weights import full_weights
 from tests.system import losing, shared
 from tests.system.helpers import run_ranks
 
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[distributed.World]:
-    with distributed.joined("cpu", 5) as world:
+def alone() -> Iterator[World]:
+    with joined("cpu", 5) as world:
         yield world
 
 
@@ -86,7 +86,7 @@ def test_steps_reach_the_sampler_without_a_load(
     kind: str,
     stage: int,
     folder: Path,
-    alone: distributed.World,
+    alone: World,
     unpacked: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,7 +140,7 @@ def test_steps_reach_the_sampler_without_a_load(
         weights.refresh()
 
 
-def test_a_repacked_copy_is_not_taken_for_the_trainers_weights(folder: Path, alone: distributed.World) -> None:
+def test_a_repacked_copy_is_not_taken_for_the_trainers_weights(folder: Path, alone: World) -> None:
     """vLLM on a CPU as it is: right at first, and never again."""
     engine = shared.train(folder / "Qwen2", 2, "float32")
     weights = SharedWeights(engine)
@@ -152,7 +152,7 @@ def test_a_repacked_copy_is_not_taken_for_the_trainers_weights(folder: Path, alo
         sampler.close()
 
 
-def test_what_cannot_be_shared_is_said(folder: Path, tmp_path: Path, alone: distributed.World) -> None:
+def test_what_cannot_be_shared_is_said(folder: Path, tmp_path: Path, alone: World) -> None:
     shared.make_model("Llama", True, vocab_size=100).save_pretrained(tmp_path / "padded")
     padded = SharedWeights(shared.train(tmp_path / "padded", 2, "bfloat16"))
     assert padded.fits() == "vLLM pads the vocabulary of 100 tokens to a multiple of 64"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import build, distributed, experience
 from engine.config import Config
-from engine.distributed import World
+from engine.machine.world import World, joined
+from engine.rollouts import experience
+from engine.start import build
 from engine.training import models, zero
 from engine.training.averages import Averages
 from engine.training.packing import microbatches
@@ -82,7 +83,7 @@ def test_zero_stages_on_two_ranks_agree_with_one_process(
 
 @pytest.fixture(scope="module")
 def world():
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

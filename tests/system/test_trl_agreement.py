@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import distributed, experience
-from engine.distributed import World
+from engine.machine.world import World, joined
+from engine.rollouts import experience
 from engine.sample import Sample
 from engine.training import models
 from engine.training.trainer import Trainer
@@ -165,7 +165,7 @@ Ours = Callable[..., Found]
 
 @pytest.fixture(scope="module")
 def world(trl: dict[str, Any]) -> Iterator[World]:
-    with distributed.joined("cpu", 5) as alone:
+    with joined("cpu", 5) as alone:
         yield alone
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from algorithms.base import Objective
-from engine import distributed, experience
 from engine.config import Config
+from engine.machine.world import World, joined
+from engine.rollouts import experience
 from engine.sample import Sample
 from engine.training import models
 from engine.training.trainer import Trainer
@@ -85,7 +86,7 @@ class Update:
 class Updates:
     """An engine a model, shared by all updates: with the learning rate 0 none of them moves a weight."""
 
-    def __init__(self, model: str, world: distributed.World) -> None:
+    def __init__(self, model: str, world: World) -> None:
         self.world = world
         torch.manual_seed(0)
         reference, (value, _) = models.load_policy(model), models.load_value(model)
@@ -146,7 +147,7 @@ class Updates:
 
 def two_ranks(model: str, out: str) -> None:
     """Rank 0 has the first two groups and rank 1 nothing: all dropped, or all tied; then the other way round."""
-    with distributed.joined("cpu", 5) as world:
+    with joined("cpu", 5) as world:
         update, results = Updates(model, world), {}
         for case, without in (("dropped", 1), ("tied", 1), ("dropped", 0)):
             for algo in ALGORITHMS if case == "dropped" else ("online_dpo",):

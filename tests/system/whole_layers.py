@@ -12,10 +12,9 @@ import torch
 import transformers
 from deepspeed.utils import get_z3_leaf_modules
 
-from engine import distributed, weights
 from engine.config import Config
-from engine.distributed import World
-from engine.training import lora, models
+from engine.machine.world import World, joined
+from engine.training import lora, models, weights
 from engine.training.trainer import Trainer
 from tests.system import offloading
 
@@ -79,7 +78,7 @@ def compare(model: str, adapters: list[str] | None, checkpointing: bool, world: 
 
 
 def main(folder: str, *kinds: str) -> None:
-    with distributed.joined("cpu", 1) as world:
+    with joined("cpu", 1) as world:
         for kind in kinds:
             if world.main:
                 make(kind, Path(folder) / kind)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine import build
-from engine.colocation import Colocation, HandOverError
 from engine.generation.base import Generator, Response
-from engine.memory import MemoryPlan
+from engine.memory.planning import MemoryPlan
+from engine.schedules.colocation import Colocation, HandOverError
+from engine.start import build
 
 WORLD = SimpleNamespace(max=float)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import engine.run
-from engine import cli, devices, failures
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, cli
+from engine.launch import failures
+from engine.machine import devices
 
 TASK = ["--data.task", "addition"]
 

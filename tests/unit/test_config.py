@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 import engine.run
-from engine import cli, config_checks, devices
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, cli
+from engine.machine import devices
+from engine.start import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
@@ -153,7 +154,7 @@ def test_yaml_s_own_switches(tmp_path: Path, switch: str) -> None:
 
 def test_a_tensor_parallel_group_is_allowed() -> None:
     config, _ = cli.parse([*QUICK, "--generation.backend", "vllm", "--generation.tensor_parallel", "2"])
-    config_checks.check(config, 4, "cuda")
+    checks.check(config, 4, "cuda")
 
 
 def test_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_quickstart_is_the_default() -> None:
 
 def test_parsing_imports_nothing_heavy() -> None:
     code = (
-        "import sys, engine.cli, engine.devices, engine.launch, engine.run;"
+        "import sys, engine.config.cli, engine.machine.devices, engine.launch.launcher, engine.run;"
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -212,7 +213,7 @@ UNFIT = {
 def test_settings_that_do_not_go_together(arguments: list[str], ranks: int, needle: str) -> None:
     config, _ = cli.parse([*QUICK, "--generation.backend", "vllm", *arguments])
     with pytest.raises(ConfigError) as refused:
-        config_checks.check(config, ranks, "cpu")
+        checks.check(config, ranks, "cpu")
     assert needle in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -220,7 +221,7 @@ def test_settings_that_do_not_go_together(arguments: list[str], ranks: int, need
 @pytest.mark.parametrize("schedule", [[], ["--schedule.staleness", "1"], [*SPLIT, "--schedule.staleness", "3"]])
 def test_every_algorithm_goes_with_every_schedule(algo: str, schedule: list[str]) -> None:
     config, _ = cli.parse([*QUICK, "--algo", algo, *schedule])
-    config_checks.check(config, 2, "cuda")
+    checks.check(config, 2, "cuda")
 
 
 def test_a_split_run_starts_as_few_ranks_as_it_needs() -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import data
 from engine.config import Config, ConfigError, Data
-from engine.data import Prompt, PromptStream
-from engine.encoding import PromptEncoder
+from engine.data.encoding import PromptEncoder
+from engine.data.prompts import Prompt, PromptStream, load_prompts, load_tokenizer
 from engine.generation.base import Request, Response, Sampling
-from engine.source import Source
+from engine.rollouts.source import Source
 from engine.tasks import addition
 
 
@@ -51,14 +50,14 @@ def test_files(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": [1, 4, 5], "answer": "4"}]
-    loaded, held_out, _ = data.load(config(tmp_path, rows), addition.tokenizer())
+    loaded, held_out, _ = load_prompts(config(tmp_path, rows), addition.tokenizer())
     assert [p.ids for p in loaded] == [[1, 4, 13, 5, 14], [1, 4, 5]] and held_out == []
     assert loaded[0].columns["answer"] == "3"
     pq.write_table(pa.table({"prompt": ["1+2="], "answer": ["3"]}), tmp_path / "p.parquet")
     again = Config.model_validate(
         {"data": {"path": str(tmp_path / "p.parquet"), "eval_path": str(tmp_path / "p.parquet")}}
     )
-    loaded, held_out, _ = data.load(again, addition.tokenizer())
+    loaded, held_out, _ = load_prompts(again, addition.tokenizer())
     assert loaded[0].ids == held_out[0].ids == [1, 4, 13, 5, 14]
 
 
@@ -75,7 +74,7 @@ def test_configurations_of_a_hub_data_set(tmp_path: Path) -> None:
 
     def texts(**keys: str) -> list[list[str]]:
         settings = Config.model_validate({"data": {"path": str(tmp_path)} | keys})
-        return [[prompt.text for prompt in part] for part in data.load(settings, addition.tokenizer())[:2]]
+        return [[prompt.text for prompt in part] for part in load_prompts(settings, addition.tokenizer())[:2]]
 
     assert texts(name="main", eval_split="test") == [["1+5="], ["1+4="]]
     others = {"eval_path": str(tmp_path), "eval_name": "main", "eval_split": "test"}
@@ -115,7 +114,7 @@ def test_a_batch_larger_than_the_data_goes_into_the_next_epochs() -> None:
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2="}, {"prompt": "11+22="}]
-    loaded, _, notes = data.load(config(tmp_path, rows, rollout={"max_prompt_tokens": 5}), addition.tokenizer())
+    loaded, _, notes = load_prompts(config(tmp_path, rows, rollout={"max_prompt_tokens": 5}), addition.tokenizer())
     assert len(loaded) == 1 and [note for note in notes if note.startswith("1 training")]
 
 
@@ -130,7 +129,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 )
 def test_unusable_prompts_are_named(tmp_path: Path, rows: list[dict], needle: str) -> None:
     with pytest.raises(ConfigError, match=needle):
-        data.load(config(tmp_path, rows), addition.tokenizer())
+        load_prompts(config(tmp_path, rows), addition.tokenizer())
 
 
 def test_chat_template_has_one_beginning_of_sequence() -> None:
@@ -157,7 +156,7 @@ def test_tokenizer_is_of_the_class_its_folder_names(tmp_path: Path) -> None:
 
     addition.tokenizer().save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
-    assert data.load_tokenizer(str(tmp_path)).encode("1+2=") == [1, 4, 13, 5, 14]
+    assert load_tokenizer(str(tmp_path)).encode("1+2=") == [1, 4, 13, 5, 14]
 
 
 def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
     path.write_text(
         "\ufeff" + json.dumps({"prompt": "1+2=", "note": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", "utf-8"
     )
-    loaded, _, _ = data.load(Config.model_validate({"data": {"path": str(path)}}), addition.tokenizer())
+    loaded, _, _ = load_prompts(Config.model_validate({"data": {"path": str(path)}}), addition.tokenizer())
     assert loaded[0].columns["note"] == "a\u2028b\u0085c"
 
 
@@ -175,4 +174,4 @@ def test_unreadable_files_are_configuration_errors(tmp_path: Path, content: byte
     for name in ("p.jsonl", "p.parquet"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=name):
-            data.load(Config.model_validate({"data": {"path": str(tmp_path / name)}}), addition.tokenizer())
+            load_prompts(Config.model_validate({"data": {"path": str(tmp_path / name)}}), addition.tokenizer())

@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine import cli, config_checks, data, run
-from engine.config import Config, ConfigError
+from engine import run
+from engine.config import Config, ConfigError, cli
+from engine.data.prompts import Prompt, load_prompts
+from engine.start import checks
 from tests import users
 
 ROW = json.dumps({"prompt": "a b c", "answer": "d"}) + "\n"
@@ -34,17 +36,17 @@ def options(tmp_path: Path, path: Any, *more: str) -> list[str]:
     return [part for part in arguments if part not in ("--model.path", "/")]
 
 
-def load(path: Any, **settings: Any) -> tuple[list[data.Prompt], list[data.Prompt], list[str]]:
+def load(path: Any, **settings: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     config = Config.model_validate(
         {"model": {"path": "/"}, "reward": {"url": "http://x"}, "data": {"path": str(path)} | settings}
         | {"rollout": {"prompts_per_step": 4, "max_prompt_tokens": settings.pop("longest", 64)}}
     )
-    config_checks.check(config, 1, "cpu")
+    checks.check(config, 1, "cpu")
     config.model.path = None
     tokenizer = users.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% if 'tool_calls' in m %}{% for c in "
     tokenizer.chat_template += "m['tool_calls'] %}<turn> {{ c['name'] }} {% endfor %}{% endif %}{% endfor %}"
-    return data.load(config, tokenizer)
+    return load_prompts(config, tokenizer)
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_a_runs_own_configuration_starts_again(tmp_path: Path, file: Path) -> No
     config, _ = cli.parse([*options(tmp_path, file), "--model.path", "/"])
     (tmp_path / "config.yaml").write_text(cli.dump_yaml(config))
     again, _ = cli.parse(["--config", str(tmp_path / "config.yaml")])
-    config_checks.check(again, 1, "cpu")
+    checks.check(again, 1, "cpu")
     assert again == config and "split: train" in cli.dump_yaml(config)
 
 

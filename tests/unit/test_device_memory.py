@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.device_memory import GIB, MemoryGrowthError, Meter, use_growing_segments
-from engine.memory import MemoryPlan, Phase
+from engine.memory.meter import GIB, MemoryGrowthError, Meter, use_growing_segments
+from engine.memory.planning import MemoryPlan, Phase
 
 WORLD = SimpleNamespace(max=float)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import digest
+from engine.models import digest
 
 ONE_BF16_STEP = 1  # of the bit pattern, which is one unit in the last place
 

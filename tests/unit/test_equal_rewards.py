@@ -12,8 +12,9 @@ from torch import Tensor
 
 from algorithms import bok, grpo, online_dpo, ppo, rloo
 from algorithms.base import Objective, Rollout
-from engine import experience, run
+from engine import run
 from engine.rewards.scorer import Scorer
+from engine.rollouts import experience
 from engine.sample import Sample
 from tests import users
 from tests.unit.test_experience import config

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import experience
-from engine.cli import validate
 from engine.config import Config
-from engine.distributed import World
+from engine.config.cli import validate
+from engine.machine.world import World
+from engine.rollouts import experience
 from engine.sample import Sample
 from kernels.coefficients import PolicySpec, Rows, row_coefficients
 

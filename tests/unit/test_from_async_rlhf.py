@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from engine import async_rlhf_keys as keys
-from engine import cli, config_checks
-from engine import from_async_rlhf as converter
-from engine.config import ConfigError
+from engine.config import ConfigError, cli
+from engine.from_async_rlhf import keys
+from engine.from_async_rlhf import translation as converter
+from engine.start import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "from-async-rlhf.md").read_text()
@@ -111,7 +111,7 @@ def test_their_configurations_can_run(name: str) -> None:
     assert (found["rollout.missing_eos_reward"], found["reward.model"], found["data.eval_split"]) == (
         -1.0, "some/rm", "test",
     )  # fmt: skip
-    config_checks.check(config, found["launch.ranks"], "cuda")
+    checks.check(config, found["launch.ranks"], "cuda")
 
 
 def test_what_they_do_not_say_is_their_default() -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from engine.distributed import World
+from engine.machine.world import World
 from engine.training.gap import Gap
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import cli, devices, failures, folder, launch
-from engine.config import Config, ConfigError
-from engine.distributed import World
+from engine.config import Config, ConfigError, cli
+from engine.launch import failures, launcher
+from engine.machine import devices
+from engine.machine.world import World
+from engine.run_folder import folder
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = str(ROOT / "configs" / "quickstart.yaml")
@@ -146,7 +148,7 @@ def test_a_signal_in_a_destructor_is_not_lost(name: str, status: int) -> None:
 def test_architectures_that_deepspeed_reads(environment: pytest.MonkeyPatch, listed: str, plain: str | None) -> None:
     environment.setenv("TORCH_CUDA_ARCH_LIST", listed)
     environment.setenv("DS_ACCELERATOR", "cpu")
-    launch.tidy_environment("cuda")
+    launcher.tidy_environment("cuda")
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == plain
     assert os.environ["DS_ACCELERATOR"] == "cpu", "the user's own choice"
 
@@ -170,6 +172,6 @@ def test_deepspeed_s_builder_reads_the_tidied_list(environment: pytest.MonkeyPat
     with pytest.raises(ValueError):
         operator.compute_capability_args()
     environment.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a+PTX")
-    launch.tidy_environment("cpu")
+    launcher.tidy_environment("cpu")
     operator.compute_capability_args()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"

@@ -13,10 +13,11 @@ import peft
 import pytest
 import torch
 
-from engine import memory, run, weights
+from engine import run
 from engine.config import Config, ConfigError, Lora
-from engine.footprint import GIB
-from engine.training import lora, models
+from engine.memory import planning
+from engine.memory.footprint import GIB
+from engine.training import lora, models, weights
 from tests.unit.test_memory_plan import QWEN2_1B5, N, configured
 
 ADAPTERS = 28 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960))
@@ -32,8 +33,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("stage,weights_of", [(0, N), (2, N), (3, N // 2)])
 def test_only_adapters_have_states_and_no_reference_is_loaded(qwen: str, stage: int, weights_of: int) -> None:
-    def plan(**changes: Any) -> memory.MemoryPlan:
-        return memory.plan(configured(qwen, algo="grpo", train__zero_stage=stage, **changes), 2, 80 * GIB)
+    def plan(**changes: Any) -> planning.MemoryPlan:
+        return planning.plan(configured(qwen, algo="grpo", train__zero_stage=stage, **changes), 2, 80 * GIB)
 
     adapted = plan(lora__rank=16)
     parts = adapted.phases["train"].parts

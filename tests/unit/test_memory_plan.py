@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from engine import build, memory, model_shape, run
+from engine import run
 from engine.config import Config, ConfigError
-from engine.distributed import World
-from engine.footprint import GIB
-from engine.memory import MemoryPlan, Phase
+from engine.machine.world import World
+from engine.memory import model_shape, planning
+from engine.memory.footprint import GIB
+from engine.memory.planning import MemoryPlan, Phase
+from engine.start import build
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN2_1B5 = {
@@ -109,7 +111,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_bytes_of_a_known_shape(qwen: str, ranks: int, stage: int, weights: int, states: int, sequences: int) -> None:
-    plan = memory.plan(configured(qwen, train__zero_stage=stage, memory__zero_copy="off"), ranks, H100)
+    plan = planning.plan(configured(qwen, train__zero_stage=stage, memory__zero_copy="off"), ranks, H100)
     train, generate = plan.phases["train"].parts, plan.phases["generate"].parts
     assert train["policy weights"] == generate["policy weights"] == weights
     assert train["policy fp32 and AdamW"] == generate["policy fp32 and AdamW"] == states
@@ -132,7 +134,7 @@ def test_bytes_of_a_known_shape(qwen: str, ranks: int, stage: int, weights: int,
 
 def test_checkpointing_and_small_minibatches_need_less(qwen: str) -> None:
     def activations(**changes: Any) -> int:
-        return memory.plan(configured(qwen, **changes), 1, 4 * H100).phases["train"].parts.get("activations", 0)
+        return planning.plan(configured(qwen, **changes), 1, 4 * H100).phases["train"].parts.get("activations", 0)
 
     full = activations()
     assert activations(train__tokens_per_microbatch=4096) < full
@@ -159,28 +161,28 @@ def test_checkpointing_and_small_minibatches_need_less(qwen: str) -> None:
 def test_activations_are_recomputed_where_nothing_else_makes_room(
     qwen: str, gib: float, changes: dict, expected: tuple
 ) -> None:
-    plan = memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+    plan = planning.plan(configured(qwen, **changes), 1, int(gib * GIB))
     assert (plan.sleep, plan.offload, plan.checkpointing) == expected, plan.table()
     assert ("recomputed" in plan.decision) == plan.checkpointing
     if plan.checkpointing and "model__gradient_checkpointing" not in changes:
         with pytest.raises(ConfigError, match="too small"):
-            memory.plan(configured(qwen, model__gradient_checkpointing=False, **changes), 1, int(gib * GIB))
+            planning.plan(configured(qwen, model__gradient_checkpointing=False, **changes), 1, int(gib * GIB))
 
 
 def test_who_only_generates_recomputes_nothing(qwen: str) -> None:
-    plans = memory.plans(split(qwen, model__gradient_checkpointing=True), 2, H100)
+    plans = planning.plans(split(qwen, model__gradient_checkpointing=True), 2, H100)
     assert {side: plan.checkpointing for side, plan in plans.items()} == {"train": True, "generate": False}
     assert [("recomputed" in plan.table()) for plan in plans.values()] == [True, False]
 
 
 def test_without_a_reference_and_a_value_model(qwen: str) -> None:
-    parts = memory.plan(configured(qwen, algo="rloo", kl__coef=0.0), 1, H100).phases["train"].parts
+    parts = planning.plan(configured(qwen, algo="rloo", kl__coef=0.0), 1, H100).phases["train"].parts
     assert not any("reference" in name or "value" in name for name in parts)
 
 
 @pytest.mark.parametrize("stage,size", [(2, 2 * (N + 1536)), (3, N + 1536)])
 def test_a_reward_model_lies_beside_the_others(qwen: str, stage: int, size: int) -> None:
-    plan = memory.plan(configured(qwen, reward__model=qwen, train__zero_stage=stage), 2, H100)
+    plan = planning.plan(configured(qwen, reward__model=qwen, train__zero_stage=stage), 2, H100)
     assert {phase.parts["reward model"] for phase in plan.phases.values()} == {size}
 
 
@@ -211,7 +213,7 @@ LONG = {
     ],
 )  # fmt: skip
 def test_the_cheapest_arrangement_that_fits_is_taken(qwen: str, gib: float, changes: dict, expected: tuple) -> None:
-    plan = memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+    plan = planning.plan(configured(qwen, **changes), 1, int(gib * GIB))
     assert (plan.zero_copy, plan.sleep, plan.offload) == expected, plan.table()
     assert all(phase.total <= 0.95 * gib * GIB for phase in plan.phases.values())
     train = plan.phases["train"].parts
@@ -240,39 +242,39 @@ def test_the_cheapest_arrangement_that_fits_is_taken(qwen: str, gib: float, chan
     ],
 )  # fmt: skip
 def test_when_one_storage_holds_the_weights(qwen: str, changes: dict, ranks: int, allowed: bool) -> None:
-    plan = memory.plan(configured(qwen, **changes), ranks, 2 * H100)
+    plan = planning.plan(configured(qwen, **changes), ranks, 2 * H100)
     assert plan.zero_copy == allowed
     assert ("vLLM weights" not in plan.phases["generate"].parts) == (allowed or "generation__backend" in changes)
 
 
 def test_a_vocabulary_that_vllm_pads_is_not_shared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_1B5 | {"vocab_size": 151937}))
-    assert not memory.plan(configured(str(tmp_path)), 1, 2 * H100).zero_copy
+    assert not planning.plan(configured(str(tmp_path)), 1, 2 * H100).zero_copy
 
 
 def test_a_tensor_parallel_group_shares_weights_and_cache(qwen: str) -> None:
     whole, half = (
-        memory.plan(configured(qwen, generation__tensor_parallel=n, memory__zero_copy="off"), 2, H100) for n in (1, 2)
+        planning.plan(configured(qwen, generation__tensor_parallel=n, memory__zero_copy="off"), 2, H100) for n in (1, 2)
     )
     assert half.phases["generate"].parts["vLLM weights"] == N
     # Twice the sequences an engine, half the heads a rank, and one empty block.
     assert half.wanted_kv_bytes == whole.wanted_kv_bytes - whole.wanted_kv_bytes // (128 * 64 + 1) // 2
     with pytest.raises(ConfigError, match=r"generation\.tensor_parallel \(8\) must divide the model's 12"):
-        memory.plan(configured(qwen, generation__tensor_parallel=8), 8, H100)
+        planning.plan(configured(qwen, generation__tensor_parallel=8), 8, H100)
 
 
 def test_a_given_cache_is_kept_to(qwen: str) -> None:
-    plan = memory.plan(configured(qwen, memory__kv_cache_gib=2.0), 1, H100)
+    plan = planning.plan(configured(qwen, memory__kv_cache_gib=2.0), 1, H100)
     assert 2 * GIB - 16 * 28672 < plan.kv_cache_bytes <= 2 * GIB
 
 
 def test_without_a_gpu_nothing_is_predicted(qwen: str) -> None:
-    plan = memory.plan(configured("/nowhere"), 2, 0)
+    plan = planning.plan(configured("/nowhere"), 2, 0)
     assert (plan.sleep, plan.offload, plan.zero_copy, plan.kv_cache_bytes) == ("none", False, False, GIB)
     assert plan.phases == {} and plan.errors({"train": 1}) == {} and "no GPU" in plan.table()
     assert not plan.checkpointing
     changes = {"memory__kv_cache_gib": 0.25, "memory__offload": "on", "model__gradient_checkpointing": True}
-    plan = memory.plan(configured("/nowhere", **changes), 2, 0)
+    plan = planning.plan(configured("/nowhere", **changes), 2, 0)
     assert (plan.offload, plan.kv_cache_bytes, plan.checkpointing) == (True, GIB // 4, True)
 
 
@@ -281,10 +283,10 @@ def test_without_a_gpu_nothing_is_predicted(qwen: str) -> None:
 
 @pytest.mark.parametrize("backend", ["vllm", "hf"])
 def test_one_batch_ahead_everything_is_awake_at_once(qwen: str, backend: str) -> None:
-    turns = memory.plan(
+    turns = planning.plan(
         configured(qwen, generation__backend=backend, memory__zero_copy="off", memory__sleep="none"), 1, 2 * H100
     )
-    plan = memory.plan(configured(qwen, generation__backend=backend, schedule__staleness=1), 1, 2 * H100)
+    plan = planning.plan(configured(qwen, generation__backend=backend, schedule__staleness=1), 1, 2 * H100)
     assert (plan.sleep, plan.offload, plan.zero_copy, plan.host_bytes) == ("none", False, False, 0)
     assert plan.phases.keys() == {"train"} and plan.kv_cache_bytes == turns.kv_cache_bytes == plan.wanted_kv_bytes
     generate, train = turns.phases["generate"].parts, turns.phases["train"].parts
@@ -299,21 +301,21 @@ def test_one_batch_ahead_everything_is_awake_at_once(qwen: str, backend: str) ->
 
 def test_one_batch_ahead_the_cache_takes_what_is_left(qwen: str) -> None:
     changes = {"schedule__staleness": 1, "rollout__max_response_tokens": 4096, "model__gradient_checkpointing": True}
-    roomy, plan = (memory.plan(configured(qwen, **changes), 1, int(gib * GIB)) for gib in (180, 100))
+    roomy, plan = (planning.plan(configured(qwen, **changes), 1, int(gib * GIB)) for gib in (180, 100))
     assert roomy.kv_cache_bytes == roomy.wanted_kv_bytes == plan.wanted_kv_bytes
     assert 0.2 * 100 * GIB <= plan.kv_cache_bytes < plan.wanted_kv_bytes
     assert 0 <= 0.95 * 100 * GIB - plan.phases["train"].total < 16 * 28672
     with pytest.raises(ConfigError, match=r"'KV cache' .*lower memory\.kv_cache_gib"):
-        memory.plan(configured(qwen, memory__kv_cache_gib=60.0, **changes), 1, 100 * GIB)
+        planning.plan(configured(qwen, memory__kv_cache_gib=60.0, **changes), 1, 100 * GIB)
 
 
 def test_what_cannot_be_awake_at_once_is_refused_with_the_way_out(qwen: str) -> None:
     changes = {"train__tokens_per_microbatch": 7680, "model__gradient_checkpointing": False}
     config = configured(qwen, schedule__staleness=1, **changes)
-    total = memory.plan(config, 1, 2 * H100).phases["train"].total
-    assert memory.plan(configured(qwen), 1, H100).sleep == "kv"  # in turns it fits
+    total = planning.plan(config, 1, 2 * H100).phases["train"].total
+    assert planning.plan(configured(qwen), 1, H100).sleep == "kv"  # in turns it fits
     with pytest.raises(ConfigError) as error:
-        memory.plan(config, 1, H100)
+        planning.plan(config, 1, H100)
     missing = total - int(0.95 * H100)
     for needle in (
         "schedule.staleness 1 on the same GPUs has sampler and trainer awake at once",
@@ -332,7 +334,7 @@ def split(path: str, **changes: Any) -> Config:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_sides_of_a_split_run_add_up(qwen: str, staleness: int) -> None:
-    plans = memory.plans(split(qwen, schedule__staleness=staleness, memory__sleep="level2"), 2, 2 * H100)
+    plans = planning.plans(split(qwen, schedule__staleness=staleness, memory__sleep="level2"), 2, 2 * H100)
     assert list(plans) == ["train", "generate"]
     for side, plan in plans.items():
         assert list(plan.phases) == [side]
@@ -340,7 +342,7 @@ def test_the_sides_of_a_split_run_add_up(qwen: str, staleness: int) -> None:
     train, generate = (plans[side].phases[side].parts for side in ("train", "generate"))
     assert train.keys() & generate.keys() == {"CUDA and libraries", "NCCL"}
     assert not {"KV cache", "sampling"} & train.keys() and plans["train"].kv_cache_bytes == 0
-    together = memory.plan(configured(qwen, schedule__staleness=1), 1, 2 * H100).phases["train"].parts
+    together = planning.plan(configured(qwen, schedule__staleness=1), 1, 2 * H100).phases["train"].parts
     assert train | generate == together | {"NCCL": 512 * 2**20}
     assert generate["KV cache"] == plans["generate"].kv_cache_bytes == (256 * 64 + 1) * 16 * 28672
     assert "only training" in plans["train"].decision and "KV cache" not in plans["train"].decision
@@ -349,7 +351,7 @@ def test_the_sides_of_a_split_run_add_up(qwen: str, staleness: int) -> None:
 
 def test_each_side_counts_its_own_ranks(qwen: str) -> None:
     config = split(qwen, schedule__generators=4, generation__tensor_parallel=2)
-    plans = memory.plans(config, 6, H100)
+    plans = planning.plans(config, 6, H100)
     train, generate = plans["train"].phases["train"].parts, plans["generate"].phases["generate"].parts
     assert train["policy fp32 and AdamW"] == 6 * N
     assert generate["vLLM weights"] == N
@@ -357,7 +359,7 @@ def test_each_side_counts_its_own_ranks(qwen: str) -> None:
     assert generate["KV cache"] == (128 * 64 + 1) * 16 * 28672 // 2
     assert "2 ranks that train, ZeRO-2" in plans["train"].table()
     assert "4 ranks that generate, tensor parallel 2" in plans["generate"].table()
-    few = memory.plans(split(qwen, generation__max_batch=32), 2, H100)["generate"]
+    few = planning.plans(split(qwen, generation__max_batch=32), 2, H100)["generate"]
     assert few.kv_cache_bytes == (32 * 64 + 1) * 16 * 28672
 
 
@@ -373,24 +375,26 @@ def test_either_side_may_be_too_large(qwen: str, changes: dict, needles: list[st
     many = {"rollout__prompts_per_step": 2**16, "train__minibatches_per_batch": 2**12}
     gib = 40 if "train__tokens_per_microbatch" in changes else 79.1
     with pytest.raises(ConfigError) as error:
-        memory.plans(split(qwen, **(many if "generation__max_batch" in changes else {}), **changes), 2, int(gib * GIB))
+        planning.plans(
+            split(qwen, **(many if "generation__max_batch" in changes else {}), **changes), 2, int(gib * GIB)
+        )
     for needle in needles:
         assert needle in str(error.value), error.value
 
 
 def test_both_sides_of_a_run_make_the_same_plans(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "gpu_bytes", lambda config: H100)
+    monkeypatch.setattr(planning, "gpu_bytes", lambda config: H100)
     config, gpu = split(qwen, schedule__generators=2), torch.device("cuda")
     worlds = World(0, 3, gpu), World(1, 2, gpu, first=3)
     monkeypatch.setattr(World, "max", lambda self, value: value)
     trainer, generator = (build.memory_plans(config, world) for world in worlds)
-    assert trainer == generator == memory.plans(config, 5, H100)
+    assert trainer == generator == planning.plans(config, 5, H100)
 
 
 @pytest.mark.parametrize("schedule", [{"schedule__placement": "split"}, {"schedule__staleness": 1}])
 def test_without_a_gpu_what_runs_ahead_does_not_sleep_either(schedule: dict) -> None:
     changes = {"memory__sleep": "level2", "memory__offload": "on", "memory__kv_cache_gib": 0.25}
-    for plan in memory.plans(configured("/nowhere", **schedule, **changes), 2, 0).values():
+    for plan in planning.plans(configured("/nowhere", **schedule, **changes), 2, 0).values():
         assert (plan.sleep, plan.offload, plan.kv_cache_bytes, plan.phases) == ("none", False, GIB // 4, {})
 
 
@@ -421,7 +425,7 @@ def test_without_a_gpu_what_runs_ahead_does_not_sleep_either(schedule: dict) -> 
 )  # fmt: skip
 def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, changes: dict, needles: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        memory.plan(configured(qwen, **changes), 1, int(gib * GIB))
+        planning.plan(configured(qwen, **changes), 1, int(gib * GIB))
     for needle in needles:
         assert needle in str(error.value), error.value
     said = "gradient_checkpointing" in str(error.value)
@@ -431,10 +435,10 @@ def test_too_small_a_gpu_names_part_bytes_and_remedy(qwen: str, gib: float, chan
 
 def test_a_cache_that_may_not_sleep_has_to_fit_beside_training(qwen: str) -> None:
     config = configured(qwen, memory__sleep="none", memory__kv_cache_gib=2.0, model__gradient_checkpointing=False)
-    needed = memory.plan(config, 1, H100).phases["train"].total + 1
-    memory.plan(config, 1, int(needed / 0.95) + 16 * 28672)
+    needed = planning.plan(config, 1, H100).phases["train"].total + 1
+    planning.plan(config, 1, int(needed / 0.95) + 16 * 28672)
     with pytest.raises(ConfigError, match="training needs"):
-        memory.plan(config, 1, int(needed / 0.95) - 2 * 16 * 28672)
+        planning.plan(config, 1, int(needed / 0.95) - 2 * 16 * 28672)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -444,13 +448,13 @@ def test_expandable_segments_beside_a_sleeping_engine(
 ) -> None:
     config = configured(qwen, memory__sleep=sleep)
     monkeypatch.setenv(variable, "max_split_size_mb:128,expandable_segments:False")
-    memory.plan(config, 1, 2 * H100)
+    planning.plan(config, 1, 2 * H100)
     monkeypatch.setenv(variable, "max_split_size_mb:128,expandable_segments:True")
     if refused:
         with pytest.raises(ConfigError, match=variable):
-            memory.plan(config, 1, 2 * H100)
+            planning.plan(config, 1, 2 * H100)
     else:
-        memory.plan(config, 1, 2 * H100)
+        planning.plan(config, 1, 2 * H100)
 
 
 # -- what a person sees ------------------------------------------------------------------------------------------------
@@ -465,7 +469,9 @@ def test_plan_errors_are_relative() -> None:
 
 
 def test_the_table_adds_up(qwen: str) -> None:
-    plan = memory.plan(configured(qwen, memory__zero_copy="off", memory__sleep="level1", memory__offload="on"), 1, H100)
+    plan = planning.plan(
+        configured(qwen, memory__zero_copy="off", memory__sleep="level1", memory__offload="on"), 1, H100
+    )
     lines = plan.table().splitlines()
     assert lines[1].split() == ["generate", "train"]
     rows = {line[:28].strip(): line[28:].split() for line in lines[2:-2]}
@@ -535,17 +541,17 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_gpu_memory_is_the_smallest_card_s(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured("x")
-    assert memory.gpu_bytes(config) == (40960 - 512) * 2**20
+    assert planning.gpu_bytes(config) == (40960 - 512) * 2**20
     assert "-i" not in driver.read_text()
-    assert memory.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
-    assert memory.gpu_bytes(configured("x", memory__gpu_gib=800.0)) == (40960 - 512) * 2**20
+    assert planning.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
+    assert planning.gpu_bytes(configured("x", memory__gpu_gib=800.0)) == (40960 - 512) * 2**20
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1")
-    memory.gpu_bytes(config)
+    planning.gpu_bytes(config)
     assert driver.read_text().split()[-2:] == ["-i", "3,GPU-1"]
 
 
 def test_a_silent_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"set memory\.gpu_gib"):
-        memory.gpu_bytes(configured("x"))
-    assert memory.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
+        planning.gpu_bytes(configured("x"))
+    assert planning.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.distributed import World
+from engine.machine.world import World
 from engine.sample import Sample
 from engine.training import attention, packing
 from engine.training.token_store import TokenStore

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine import data, templates
 from engine.config import Config, ConfigError, Data
-from engine.data import Prompt
-from engine.encoding import PromptEncoder
+from engine.data import templates
+from engine.data.encoding import PromptEncoder
+from engine.data.prompts import Prompt, load_prompts
 from tests import users
 
 CHAT = (
@@ -75,7 +75,7 @@ def load(tmp_path: Path, rows: list[Any], tokenizer: Any, **settings: Any) -> tu
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config.model_validate({"data": {"path": str(file)} | settings, "rollout": {"max_prompt_tokens": 500}})
-    prompts, _, notes = data.load(config, tokenizer)
+    prompts, _, notes = load_prompts(config, tokenizer)
     return prompts, notes
 
 

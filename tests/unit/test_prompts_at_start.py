@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine import data, run
+from engine import run
+from engine.data.prompts import load_tokenizer
 from tests import users
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -21,7 +22,7 @@ CHAT = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = users.model_folder(tmp_path_factory.mktemp("model"))
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = CHAT
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<u5>"]})
     tokenizer.save_pretrained(folder)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import cli, config_checks
+from engine.config import cli
+from engine.start import checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RANKS = {"quickstart.yaml": (1, "cpu"), "tldr-pythia410m.yaml": (2, "cuda"), "gsm8k.yaml": (1, "cuda")}
@@ -17,7 +18,7 @@ def test_recipe_fits_its_machine(path: Path, tmp_path: Path, monkeypatch: pytest
     Path("configs").symlink_to(CONFIGS)
     config, _ = cli.parse(["--config", str(path)])
     ranks, device = RANKS[path.name]
-    config_checks.check(config, ranks, device)
+    checks.check(config, ranks, device)
     assert config.launch.ranks in (None, ranks)
     assert path.read_text().startswith("# ")
 

@@ -22,8 +22,8 @@ import torch
 from engine import rewards
 from engine.config import Config, ConfigError
 from engine.rewards.function import FunctionReward, load_function
+from engine.rewards.user_code import PREFIX
 from engine.sample import Sample
-from engine.user_code import PREFIX
 
 
 def samples(count: int, **columns: Any) -> list[Sample]:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import config_checks, rewards
+from engine import rewards
 from engine.config import Config, ConfigError
 from engine.rewards import http
 from engine.rewards.function import FunctionReward, load_function
 from engine.rewards.scorer import Scorer
 from engine.sample import Sample
+from engine.start import checks
 
 
 def samples(reasons: str) -> list[Sample]:
@@ -210,7 +211,7 @@ def test_numpy_and_torch_scores_are_fine() -> None:
 def test_sources_are_checked_before_anything_loads(reward: dict, needle: str) -> None:
     config = Config.model_validate({"data": {"path": "some/set"}, "model": {"path": "x"}, "reward": reward})
     with pytest.raises(ConfigError, match=needle):
-        config_checks.check(config, 1, "cpu")
+        checks.check(config, 1, "cpu")
 
 
 Answer = Callable[[dict], tuple[int, Any]]

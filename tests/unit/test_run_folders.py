@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import engine.run
-from engine import cli, disk, failures, folder, state
-from engine.config import Config, ConfigError
-from engine.distributed import World
+from engine.config import Config, ConfigError, cli
+from engine.launch import failures
+from engine.machine import disk
+from engine.machine.world import World
+from engine.run_folder import checkpoints, folder
 from tests import users
 
 QUICK = ["--data.task", "addition", "--launch.device", "cpu"]
@@ -40,7 +42,7 @@ def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     world = World(0, 1, torch.device("cpu"))
 
     def saving(step: int, keep: int = 1) -> Path:
-        return state.save(tmp_path, state.OnlineTrainerState(step=step), Trainer(), [], world, keep)  # type: ignore
+        return checkpoints.save(tmp_path, checkpoints.OnlineTrainerState(step=step), Trainer(), [], world, keep)  # type: ignore
 
     return saving
 
@@ -68,9 +70,9 @@ def test_stray_folders_are_no_checkpoints(tmp_path: Path, save, name: str, direc
     (stray / "mine" if directory else stray).write_text("precious")
     for step in (2, 3, 4):
         newest = save(step)
-        assert state.newest(tmp_path) == newest
+        assert checkpoints.newest(tmp_path) == newest
     assert (stray / "mine" if directory else stray).read_text() == "precious"
-    assert state.torn(tmp_path) == ([f"{stray} is left out: {fault}"] if fault else [])
+    assert checkpoints.torn(tmp_path) == ([f"{stray} is left out: {fault}"] if fault else [])
     whole = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path != stray)
     assert whole == ["step-000003", "step-000004"]
 
@@ -82,9 +84,9 @@ def test_a_link_is_no_checkpoint_and_its_target_stays(tmp_path: Path, save) -> N
         save(step)
     link = tmp_path / "checkpoints" / "step-000009"
     link.symlink_to(elsewhere)
-    assert state.newest(tmp_path) == tmp_path / "checkpoints" / "step-000003" and not state.torn(tmp_path)
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoints" / "step-000003" and not checkpoints.torn(tmp_path)
     save(9)
-    assert (elsewhere / "state.json").is_file() and state.newest(tmp_path) == link and not link.is_symlink()
+    assert (elsewhere / "state.json").is_file() and checkpoints.newest(tmp_path) == link and not link.is_symlink()
 
 
 def empty_file(checkpoint: Path) -> None:
@@ -124,11 +126,11 @@ TORN = {
 def test_a_torn_checkpoint_is_left_out_and_said(tmp_path: Path, save, tear, fault: str) -> None:
     good, bad = save(2), save(4)
     tear(bad)
-    assert state.newest(tmp_path) == good and state.read(good).step == 2
-    (line,) = state.torn(tmp_path)
+    assert checkpoints.newest(tmp_path) == good and checkpoints.read(good).step == 2
+    (line,) = checkpoints.torn(tmp_path)
     assert line.startswith(f"{bad} is left out: ") and fault in line
     before = sorted(path.name for path in bad.iterdir())
-    assert save(4) == bad == state.newest(tmp_path) and not state.torn(tmp_path)
+    assert save(4) == bad == checkpoints.newest(tmp_path) and not checkpoints.torn(tmp_path)
     kept = tmp_path / "checkpoints" / "not-a-checkpoint-1-step-000004"
     assert sorted(path.name for path in kept.iterdir()) == before, "what is not whole is not deleted"
 
@@ -276,7 +278,7 @@ def test_why_a_write_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, err
 
 
 def test_states_are_read_back(tmp_path: Path, save) -> None:
-    assert asdict(state.read(save(3))) == asdict(state.OnlineTrainerState(step=3))
+    assert asdict(checkpoints.read(save(3))) == asdict(checkpoints.OnlineTrainerState(step=3))
     assert os.listdir(tmp_path / "checkpoints") == ["step-000003"]
 
 
@@ -296,7 +298,7 @@ def test_nothing_behind_a_link_is_touched(tmp_path: Path, without_pictures: None
     assert (own / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
     assert (run / "model" / "config.json").is_file() and not (run / "model").is_symlink()
-    assert state.newest(run) == run / "checkpoints" / "step-000002"
+    assert checkpoints.newest(run) == run / "checkpoints" / "step-000002"
 
 
 def test_what_is_torn_goes_and_nothing_behind_a_link(tmp_path: Path) -> None:

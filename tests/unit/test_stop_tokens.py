@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine import data, run
+from engine import run
 from engine.config import Config, ConfigError
+from engine.data.prompts import load_prompts, load_tokenizer, stop_token_ids
 from engine.tasks import addition
 from tests import users
 
@@ -35,7 +36,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 def stops(folder: Path, *tokens: str) -> tuple[int, ...]:
     config = Config.model_validate({"model": {"path": str(folder)}, "generation": {"stop_tokens": list(tokens)}})
-    return data.stop_token_ids(config, data.load_tokenizer(str(folder)))
+    return stop_token_ids(config, load_tokenizer(str(folder)))
 
 
 def refusal(arguments: list[str]) -> str:
@@ -55,8 +56,8 @@ def test_every_declared_end_ends_a_response(folder: Path, file: str, ids: Any) -
 
 def test_ends_of_a_nested_configuration(folder: Path) -> None:
     users.edit_json(folder / "config.json", text_config={"eos_token_id": [3, 5]})
-    assert set(data.stop_token_ids(
-        Config.model_validate({"model": {"path": str(folder)}}), data.load_tokenizer(str(folder)), 16)
+    assert set(stop_token_ids(
+        Config.model_validate({"model": {"path": str(folder)}}), load_tokenizer(str(folder)), 16)
     ) == {2, 3, 5}  # fmt: skip
 
 
@@ -77,12 +78,12 @@ def test_a_run_stops_at_them_and_shows_them(folder: Path, tmp_path: Path, capsys
 def test_no_end_at_all_is_said(folder: Path) -> None:
     for file in ("generation_config.json", "config.json"):
         users.edit_json(folder / file, eos_token_id=None)
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     tokenizer.eos_token = None
     file = users.write_rows(folder / "p.jsonl", users.ROWS)
     config = Config.model_validate({"model": {"path": str(folder)}, "data": {"path": str(file)}})
-    assert data.stop_token_ids(config, tokenizer) == ()
-    assert any("No token ends a response" in note for note in data.load(config, tokenizer)[2])
+    assert stop_token_ids(config, tokenizer) == ()
+    assert any("No token ends a response" in note for note in load_prompts(config, tokenizer)[2])
 
 
 @pytest.mark.parametrize("value", [True, [2, True], "2", ["</s>"], -1, [2, None], 2.0, {"a": 1}, 16, [2, 99]])
@@ -91,7 +92,7 @@ def test_what_is_no_id_of_the_vocabulary_is_refused(folder: Path, file: str, val
     users.edit_json(folder / file, eos_token_id=value)
     config = Config.model_validate({"model": {"path": str(folder)}})
     with pytest.raises(ConfigError, match=file):
-        data.stop_token_ids(config, data.load_tokenizer(str(folder)), 16)
+        stop_token_ids(config, load_tokenizer(str(folder)), 16)
 
 
 def test_an_end_beyond_the_vocabulary_is_one_line(folder: Path, tmp_path: Path) -> None:
@@ -103,14 +104,14 @@ def test_an_end_beyond_the_vocabulary_is_one_line(folder: Path, tmp_path: Path) 
     "token,needle", [("<more>", "beyond"), ("a b", "2 tokens"), ("zz", "no token"), ("", "0 tokens")]
 )
 def test_stop_tokens_that_cannot_stop_are_refused(folder: Path, tmp_path: Path, token: str, needle: str) -> None:
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder)
     assert needle in refusal(users.arguments(tmp_path, folder, "--generation.stop_tokens", json.dumps([token])))
 
 
 def test_the_tokenizers_end_beyond_the_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     tokenizer.save_pretrained(folder)
     assert "beyond" in refusal(users.arguments(tmp_path, folder))
@@ -119,4 +120,4 @@ def test_the_tokenizers_end_beyond_the_vocabulary_is_refused(folder: Path, tmp_p
 def test_further_stop_tokens_and_the_task_of_its_own() -> None:
     config = Config.model_validate({"data": {"task": "addition"}, "generation": {"stop_tokens": ["="]}})
     tokenizer = addition.tokenizer()
-    assert data.stop_token_ids(config, tokenizer) == (tokenizer.eos_token_id, 14)
+    assert stop_token_ids(config, tokenizer) == (tokenizer.eos_token_id, 14)

@@ -1,0 +1,281 @@
+"""Prompts and what ends a response: loading, and shuffled epochs with a cursor that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import Config, ConfigError
+from engine.data import checks as data_checks
+from engine.data.encoding import PromptEncoder
+from engine.data.row_files import Row
+from engine.data.templates import PromptError
+from engine.models import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt and its row of the data set."""
+
+    ids: list[int]
+    text: str
+    """What the model sees in words: the ids decoded, special tokens included, without a beginning of sequence."""
+    columns: dict[str, Any]
+    """The row, its prompt among it as it stands there."""
+
+
+class PromptStream:
+    """Endless shuffled epochs over a list of prompts (the ``repeat_generator`` of async_rlhf, with a cursor).
+
+    The order of an epoch depends on the seed and the epoch's number alone, so ``cursor`` (prompts taken so far) is all
+    the state there is: setting it continues where another process stopped.
+    """
+
+    def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise ConfigError("no prompt is left to train on: data is empty, or rollout.max_prompt_tokens is too small")
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.cursor = 0
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.cursor / len(self._prompts)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts; every prompt of an epoch comes once before any comes again."""
+        batch = []
+        for position in range(self.cursor, self.cursor + count):
+            epoch, index = divmod(position, len(self._prompts))
+            batch.append(self._prompts[self._epoch_order(epoch)[index]])
+        self.cursor += count
+        return batch
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name, of the class its own files name.
+
+    ``AutoTokenizer`` picks a class by the model's type where it knows one, and a tokenizer of the wrong class encodes
+    every text to nothing; a folder that says its tokenizer is a plain ``tokenizers`` one is believed.
+
+    Args:
+        key: the setting that named it, for messages.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or it brings code of its own, which is never run.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    settings = Path(path) / "tokenizer_config.json"
+    try:
+        declared = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else ""
+        plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, …, and the tokenizers library raises Exception itself
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            raise ConfigError(
+                f"{key}: the tokenizer of '{path}' brings code of its own (auto_map in tokenizer_config.json), and "
+                "Tandem runs none: take a model with a tokenizer that transformers has built in"
+            ) from error
+        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {type(error).__name__}: {said:.200}") from error
+
+
+def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Training prompts, held-out prompts, and notes for the person.
+
+    The notes say what ends a response, how many prompts were dropped or hold names of control tokens, and how many
+    held-out prompts are trained on.
+
+    Raises:
+        ConfigError: unreadable file, missing column, a prompt that cannot be used, or none left; names file and row.
+    """
+    vocabulary = vocabulary_size(config, tokenizer)
+    stops = stop_token_ids(config, tokenizer, vocabulary)
+    notes = [_ends_note(stops, tokenizer, config)]
+    reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
+    if config.data.task is not None:
+        from engine.tasks import addition
+
+        sources = [
+            [Row(f"data.task {config.data.task}", i, None, row) for i, row in enumerate(addition.problems(split))]
+            for split in ("train", "held_out")
+        ]
+        return (
+            reader.prompts(sources[0], "training"),
+            reader.prompts(sources[1], "held-out", config.eval.prompts),
+            notes,
+        )
+    train_origin, held_out_origin = data_checks.origins(config.data)
+    train = reader.prompts(train_origin.rows(), "training")
+    if held_out_origin is None:
+        return train, [], notes
+    held_out = reader.prompts(held_out_origin.rows(), "held-out", config.eval.prompts)
+    asked = {tuple(prompt.ids) for prompt in held_out}
+    trained = asked.intersection(tuple(prompt.ids) for prompt in train)
+    if shared := sum(tuple(prompt.ids) in trained for prompt in held_out):
+        notes.append(f"{shared} of {len(held_out)} held-out prompts are training prompts too, token for token")
+    return train, held_out, notes
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns rows into prompts, and notes what comes of them."""
+
+    config: Config
+    encoder: PromptEncoder
+    notes: list[str]
+
+    def prompts(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Prompt]:
+        """The usable prompts of a source, at most ``limit``; raises ``ConfigError`` if there is none."""
+        longest = self.config.rollout.max_prompt_tokens
+        prompts: list[Prompt] = []
+        too_long = held_control = seen = 0
+        for row in rows:
+            if limit is not None and len(prompts) == limit:
+                break
+            seen += 1
+            prompt, held = self._prompt(row, kind)
+            if len(prompt.ids) > longest:
+                too_long += 1
+                continue
+            prompts.append(prompt)
+            held_control += held
+        if not prompts:
+            why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})" if seen else "it has no rows"
+            source = self.config.data.task or self.config.data.path
+            if kind == "held-out":
+                source = self.config.data.eval_path or f"{source}, data.eval_split {self.config.data.eval_split}"
+            raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
+        if too_long:
+            self.notes.append(
+                f"{too_long} {kind} prompts were dropped: longer than rollout.max_prompt_tokens ({longest})"
+            )
+        if held_control:
+            self.notes.append(
+                f"{held_control} {kind} prompts hold names of control tokens in their text: they stay text, and do not "
+                "become control tokens"
+            )
+        return prompts
+
+    def _prompt(self, row: Row, kind: str) -> tuple[Prompt, bool]:
+        """A row's prompt, and whether its text holds names of control tokens."""
+        column = self.config.data.prompt_column
+        if column not in row.columns:
+            names = ", ".join(row.columns) or "none"
+            raise ConfigError(f"{row.place}: {kind} data has no column '{column}' (data.prompt_column), but {names}")
+        try:
+            encoded = self.encoder.encode(row.columns[column])
+        except PromptError as error:
+            raise ConfigError(f"{row.place}, column '{column}': {error}") from error
+        if not encoded.ids:
+            raise ConfigError(
+                f"{row.place}, column '{column}': the prompt {row.columns[column]!r:.80} encodes to no token with this "
+                "tokenizer"
+            )
+        return Prompt(encoded.ids, encoded.text, row.columns), encoded.held_control
+
+
+def vocabulary_size(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the policy's vocabulary, from its configuration; of the embedded task's model, its tokenizer's."""
+    path = config.model.path
+    if path is None:
+        return len(tokenizer)
+    return int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
+
+
+def stop_token_ids(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+) -> tuple[int, ...]:
+    """Ids that end a response: those that the model's files declare, the tokenizer's and ``generation.stop_tokens``.
+
+    The files are ``generation_config.json`` and ``config.json`` (``text_config`` in it too), whose ``eos_token_id`` may
+    be one id or a list of them.
+
+    Args:
+        vocabulary: tokens that the model can give; by default read from its configuration.
+
+    Raises:
+        ConfigError: no id, an id beyond the vocabulary, or a stop token that is not exactly one token.
+    """
+    vocabulary = vocabulary_size(config, tokenizer) if vocabulary is None else vocabulary
+    declared: list[tuple[str, Any]] = []
+    path = config.model.path
+    if path is not None:
+        for file in ("generation_config.json", "config.json"):
+            tree = _model_file(path, file)
+            nested = tree.get("text_config")
+            for part, prefix in ((tree, ""), (nested if isinstance(nested, dict) else {}, "text_config.")):
+                declared.append((f"{prefix}eos_token_id in {file} of model.path '{path}'", part.get("eos_token_id")))
+    declared.append((f"the tokenizer of model.path '{path}': its end of sequence", tokenizer.eos_token_id))
+    ids: list[int] = []
+    for where, value in declared:
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(one) is not int or one < 0:
+                raise ConfigError(f"{where} is {value!r}: it must be a token id or a list of them")
+            if one >= vocabulary:
+                raise ConfigError(
+                    f"{where} is {one}, beyond the model's {vocabulary} tokens: it could never end a response"
+                )
+            ids.append(one)
+    ids += [_stop_token(text, tokenizer, vocabulary) for text in config.generation.stop_tokens]
+    return tuple(dict.fromkeys(ids))
+
+
+def _stop_token(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if len(encoded) != 1:
+        raise ConfigError(f"generation.stop_tokens: {text!r} is {len(encoded)} tokens, must be one")
+    if encoded[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
+        raise ConfigError(f"generation.stop_tokens: {text!r} is no token of this tokenizer")
+    if encoded[0] >= vocabulary:
+        raise ConfigError(
+            f"generation.stop_tokens: {text!r} has the id {encoded[0]}, beyond the model's {vocabulary} tokens: it "
+            "could never end a response"
+        )
+    return int(encoded[0])
+
+
+def _model_file(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder or of a model on the hub; an empty object where there is none."""
+    from transformers.utils import cached_file
+
+    try:
+        file: str | Path | None = Path(path) / name
+        if not Path(
+            path
+        ).is_dir():  # one that is not in the cache and cannot be asked for is not there, as for the weights
+            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            file = cached_file(path, name, **absent)
+        if file is None or not Path(file).is_file():
+            return {}
+        tree = json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path '{path}': {name} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"model.path '{path}': {name} must be an object, not {tree!r:.80}")
+    return tree
+
+
+def _ends_note(stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: Config) -> str:
+    length = f"rollout.max_response_tokens ({config.rollout.max_response_tokens})"
+    if not stops:
+        return f"No token ends a response, only {length}: the model's files and generation.stop_tokens name none"
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stops)
+    return f"Responses end with {names}, or are cut off by {length}"

