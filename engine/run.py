@@ -95,8 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not failures.lost_connection(error):
             raise
-        if failures.ours() and failures.refusal(wait=1.0):
-            return 1
+        # The launcher, which sees the other rank's end, may send SIGTERM meanwhile: it changes nothing here.
+        with contextlib.suppress(KeyboardInterrupt):
+            if failures.ours() and failures.refusal(wait=1.0):
+                return 1
         print(
             f"rank {os.environ.get('RANK')}: {' '.join(str(error).split())}", file=sys.stderr
         )  # follows from another's

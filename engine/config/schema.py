@@ -1,7 +1,7 @@
 """The configuration tree: typed, documented, checked before anything heavy is imported.
 
-Every leaf has a type, a default and a description with its unit; ``engine.config.cli`` turns them into command-line options
-and ``--help``. This module imports no torch, so that a bad configuration fails in well under a second.
+Every leaf has a type, a default and a description with its unit; ``engine.config.cli`` turns them into command-line
+options and ``--help``. This module imports no torch, so that a bad configuration fails in well under a second.
 """
 
 from __future__ import annotations

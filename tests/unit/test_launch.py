@@ -175,3 +175,25 @@ def test_deepspeed_s_builder_reads_the_tidied_list(environment: pytest.MonkeyPat
     launcher.tidy_environment("cpu")
     operator.compute_capability_args()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
+
+
+LOSES_THE_OTHERS = """
+import os, signal, sys, threading
+from engine import loop, run
+from engine.launch import failures
+from engine.start import preflight
+
+def lose(config):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    raise RuntimeError("gloo: connection closed by peer")
+
+preflight.read = lose
+os.environ[failures.LAUNCHER], os.environ[failures.REFUSAL_FILE] = str(os.getppid()), sys.argv[1]
+sys.exit(run.main(["--config", sys.argv[2], "--launch.device", "cpu", "--output_dir", sys.argv[3]]))
+"""
+
+
+def test_the_launcher_s_signal_to_a_rank_that_has_lost_the_others_is_no_error_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOSES_THE_OTHERS, str(tmp_path / "refusal"), QUICK, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "rank None: gloo: connection closed by peer\n")
