@@ -6,9 +6,10 @@
 
 For a change that is to change no run: every algorithm with both samplers on three schedules, ZeRO-3 on two ranks, LoRA,
 and a run that is killed and resumed. Compared are the token ids of every response, samples.jsonl, all metrics but those
-of ``NOT_COMPARED``, and the bytes of the exported model. Runs are started through the public command line alone, each
-in a process of its own on the CPU, in a git worktree of the commit; all commits read the same inputs. The exit status
-is 1 if anything differs or a run fails. Kept results hold for one machine and one set of installed packages.
+of ``NOT_COMPARED``, and the bytes of the exported model. Runs are started through the public command line alone, on the
+CPU, in a git worktree of the commit, each in a fork of a process that has imported no more than libraries; all commits
+read the same inputs. The exit status is 1 if anything differs or a run fails. Kept results hold for one machine and one
+set of installed packages.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from scripts import forked_runs
+from scripts.forked_runs import Command, Job, Plan
 from tests.users import ROWS, model_folder, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +64,11 @@ SAMPLERS = {
     "vllm": {"generation.backend": "vllm", "memory.kv_cache_gib": "0.0625"},
     "hf": {"generation.backend": "hf"},
 }
+LIBRARIES = [
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers", "deepspeed",
+    "transformers.integrations.finegrained_fp8", "transformers.models.llama.modeling_llama", "peft", "jinja2", "rich",
+    "matplotlib.axes", "matplotlib.backends.backend_agg", "matplotlib.figure",
+]  # fmt: skip
 SCHEDULES = {
     "turns": {},
     "ahead": {"schedule.staleness": "1"},
@@ -82,8 +90,13 @@ def score(prompt_ids, completion_ids):
             file.write(json.dumps(pair) + "\\n")
     return [float(sum(ids) % 7) for ids in completion_ids]
 '''
+IMPORTS = {
+    "vllm": [*LIBRARIES, "vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"],
+    "hf": LIBRARIES,
+}
+"""What the runs with a sampler find imported."""
 TIMEOUT = 300.0
-"""Seconds that one process of a run may take."""
+"""Seconds that one run may take."""
 
 Result = dict[str, Any]
 """Of a run: ``tokens`` by rank, ``samples`` and ``metrics`` by line, ``model`` as a hash by file; or ``failed``."""
@@ -98,7 +111,9 @@ class Run:
     resumed: bool = False
     """Killed by its reward in the third step, and resumed from the checkpoint of the second."""
 
-    def arguments(self, inputs: Path, folder: Path) -> list[str]:
+    def job(self, inputs: Path, folder: Path) -> Job:
+        """How to run it in a folder, which is made."""
+        (folder / "tokens").mkdir(parents=True)
         files = {
             "model.path": f"{inputs}/model",
             "data.path": f"{inputs}/prompts.jsonl",
@@ -107,7 +122,16 @@ class Run:
             "output_dir": str(folder),
             "name": "run",
         }
-        return [text for key, value in (COMMON | files | dict(self.options)).items() for text in (f"--{key}", value)]
+        options = COMMON | files | dict(self.options)
+        arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
+        tokens = {"COMPARED_TOKENS": str(folder / "tokens")}
+        commands: list[Command] = [{"arguments": arguments, "environment": tokens, "expected": 0}]
+        if self.resumed:
+            deadly = tokens | {"COMPARED_KILL_AFTER": str(KILLED_AFTER)}
+            killed: Command = {"arguments": arguments, "environment": deadly, "expected": -signal.SIGKILL}
+            commands = [killed, {**commands[0], "arguments": ["--resume", f"{folder}/run"]}]
+        ranks = int(options.get("launch.ranks", "1"))
+        return {"name": self.name, "commands": commands, "ranks": ranks, "folder": str(folder)}
 
 
 def matrix() -> list[Run]:
@@ -139,43 +163,6 @@ def hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file below a folder, by its path in there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def execute(run: Run, checkout: Path, inputs: Path, threads: int) -> Result:
-    """Runs one run on a commit's files, in a folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="tandem-run-") as name:
-        folder = Path(name)
-        (folder / "tokens").mkdir()
-        ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        environment = {key: value for key, value in os.environ.items() if key not in ranks} | {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": str(checkout),
-            "COMPARED_TOKENS": str(folder / "tokens"),
-        }
-        arguments = run.arguments(inputs, folder)
-        if run.resumed:
-            deadly = environment | {"COMPARED_KILL_AFTER": str(KILLED_AFTER)}
-            if failed := _engine(arguments, checkout, deadly, expected=-9):
-                return {"failed": failed}
-            arguments = ["--resume", str(folder / "run")]
-        if failed := _engine(arguments, checkout, environment):
-            return {"failed": failed}
-        return collect(folder)
-
-
-def _engine(arguments: list[str], checkout: Path, environment: dict[str, str], expected: int = 0) -> str | None:
-    """Runs ``engine.run``; what it said last, if it did not end as expected."""
-    command = [sys.executable, "-m", "engine.run", *arguments]
-    try:
-        ended = subprocess.run(
-            command, cwd=checkout, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return f"has not ended after {TIMEOUT:.0f} s"
-    if ended.returncode == expected:
-        return None
-    lines = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
-    return "\n".join([f"exit status {ended.returncode}, and not {expected}", *lines[-15:]])
 
 
 def collect(folder: Path) -> Result:
@@ -296,18 +283,37 @@ def _each(
     runs: Sequence[Run], checkout: Path, inputs: Path, options: argparse.Namespace
 ) -> Iterator[tuple[Run, Result]]:
     """Runs them, some at a time; each with its result and seconds, as they end."""
-
-    def one(run: Run) -> Result:
-        started = time.perf_counter()
-        return execute(run, checkout, inputs, options.threads) | {"seconds": time.perf_counter() - started}
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        futures = {pool.submit(one, run): run for run in runs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # interrupted: those that wait are not started
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in ranks} | {
+        "OMP_NUM_THREADS": str(options.threads),
+        "PYTHONPATH": str(checkout),
+        "DS_ACCELERATOR": "cpu",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    for sampler, modules in IMPORTS.items():
+        mine = {run.name: run for run in runs if run.options["generation.backend"] == sampler}
+        if not mine:
+            continue
+        with tempfile.TemporaryDirectory(prefix="tandem-runs-") as folder:
+            plan: Plan = {
+                "jobs": [run.job(inputs, Path(folder) / name) for name, run in mine.items()],
+                "at_a_time": options.jobs,
+                "timeout": TIMEOUT,
+                "imports": modules,
+            }
+            command = [sys.executable, "-P", forked_runs.__file__]
+            with subprocess.Popen(
+                command, cwd=checkout, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ) as forks:
+                assert forks.stdin and forks.stdout
+                forks.stdin.write(json.dumps(plan))
+                forks.stdin.close()
+                for line in forks.stdout:
+                    ended = json.loads(line)
+                    result = ended if ended["failed"] else collect(Path(folder) / ended["name"])
+                    yield mine[ended["name"]], result | {"seconds": ended["seconds"]}
+            if forks.returncode:
+                sys.exit(f"error: {' '.join(command)} ended with status {forks.returncode}")
 
 
 def main(argv: list[str] | None = None) -> int:
