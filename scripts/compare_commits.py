@@ -20,21 +20,19 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from scripts import forked_runs
-from scripts.forked_runs import Command, Job, Plan
-from tests.users import ROWS, model_folder, write_rows
+from scripts.forked_runs import Plan
+from scripts.small_runs import COMMON, IMPORTS, Run, make_inputs, matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COMPARED = {
@@ -45,118 +43,11 @@ NOT_COMPARED = {
     "memory/*": "on a CPU the process's size, which depends on the allocator and on what else runs",
 }
 """Metrics that two runs of one and the same commit do not share, by pattern, and why."""
-COMMON = {
-    "launch.device": "cpu",
-    "live": "false",
-    "rollout.prompts_per_step": "4",
-    "rollout.samples_per_prompt": "4",
-    "rollout.max_prompt_tokens": "8",
-    "rollout.max_response_tokens": "8",
-    "train.steps": "3",
-    "train.learning_rate": "1e-3",
-    "train.minibatches_per_batch": "2",
-    "train.tokens_per_microbatch": "64",
-    "eval.prompts": "4",
-    "save.samples_per_step": "16",
-}
-"""Three steps: the second is the first on changed weights, the third the first on stale samples of changed weights."""
-SAMPLERS = {
-    "vllm": {"generation.backend": "vllm", "memory.kv_cache_gib": "0.0625"},
-    "hf": {"generation.backend": "hf"},
-}
-LIBRARIES = [
-    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers", "deepspeed",
-    "transformers.integrations.finegrained_fp8", "transformers.models.llama.modeling_llama", "peft", "jinja2", "rich",
-    "matplotlib.axes", "matplotlib.backends.backend_agg", "matplotlib.figure",
-]  # fmt: skip
-SCHEDULES = {
-    "turns": {},
-    "ahead": {"schedule.staleness": "1"},
-    "split": {"schedule.placement": "split", "schedule.staleness": "1", "launch.ranks": "2"},
-}
-KILLED_AFTER = 4 + 2 * 16
-"""Responses that the killed run has scored: those to the held-out prompts, and two steps."""
-REWARD = '''
-import json, os, signal
-
-def score(prompt_ids, completion_ids):
-    """Any number that differs between responses; writes down what it is given."""
-    path = os.path.join(os.environ["COMPARED_TOKENS"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
-    with open(path, "a+") as file:
-        file.seek(0)
-        if len(file.readlines()) + len(completion_ids) > int(os.environ.get("COMPARED_KILL_AFTER", "1000000")):
-            os.kill(os.getpid(), signal.SIGKILL)
-        for pair in zip(prompt_ids, completion_ids):
-            file.write(json.dumps(pair) + "\\n")
-    return [float(sum(ids) % 7) for ids in completion_ids]
-'''
-IMPORTS = {
-    "vllm": [*LIBRARIES, "vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"],
-    "hf": LIBRARIES,
-}
-"""What the runs with a sampler find imported."""
 TIMEOUT = 300.0
 """Seconds that one run may take."""
 
 Result = dict[str, Any]
 """Of a run: ``tokens`` by rank, ``samples`` and ``metrics`` by line, ``model`` as a hash by file; or ``failed``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One run of the matrix; ``options`` are of ``engine.run``, on top of ``COMMON``."""
-
-    name: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    resumed: bool = False
-    """Killed by its reward in the third step, and resumed from the checkpoint of the second."""
-
-    def job(self, inputs: Path, folder: Path) -> Job:
-        """How to run it in a folder, which is made."""
-        (folder / "tokens").mkdir(parents=True)
-        files = {
-            "model.path": f"{inputs}/model",
-            "data.path": f"{inputs}/prompts.jsonl",
-            "data.eval_path": f"{inputs}/held_out.jsonl",
-            "reward.function": f"{inputs}/reward.py:score",
-            "output_dir": str(folder),
-            "name": "run",
-        }
-        options = COMMON | files | dict(self.options)
-        arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
-        tokens = {"COMPARED_TOKENS": str(folder / "tokens")}
-        commands: list[Command] = [{"arguments": arguments, "environment": tokens, "expected": 0}]
-        if self.resumed:
-            deadly = tokens | {"COMPARED_KILL_AFTER": str(KILLED_AFTER)}
-            killed: Command = {"arguments": arguments, "environment": deadly, "expected": -signal.SIGKILL}
-            commands = [killed, {**commands[0], "arguments": ["--resume", f"{folder}/run"]}]
-        ranks = int(options.get("launch.ranks", "1"))
-        return {"name": self.name, "commands": commands, "ranks": ranks, "folder": str(folder)}
-
-
-def matrix() -> list[Run]:
-    """All runs, those that take longest first."""
-    runs = []
-    for sampler, sampling in SAMPLERS.items():
-        for schedule in reversed(SCHEDULES):
-            for algo in ("ppo", "rloo", "grpo", "online_dpo", "bok"):
-                runs.append(Run(f"{algo}-{sampler}-{schedule}", {"algo": algo} | sampling | SCHEDULES[schedule]))
-        zero3 = {"algo": "ppo", "train.zero_stage": "3", "launch.ranks": "2"}
-        runs.append(Run(f"zero3-{sampler}", zero3 | sampling))
-        runs.append(Run(f"lora-{sampler}", {"algo": "grpo", "lora.rank": "4"} | sampling))
-    ahead = {"algo": "ppo", "save.every_steps": "2"} | SAMPLERS["hf"] | SCHEDULES["ahead"]
-    return [*runs, Run("resumed", ahead, resumed=True)]
-
-
-def make_inputs(folder: Path) -> Path:
-    """A random model of a size that vLLM's attention takes, prompts, and the reward above."""
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder.mkdir()
-    model_folder(folder / "model", **shape, head_dim=32)
-    write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS[:12]])
-    write_rows(folder / "held_out.jsonl", [{"prompt": row["prompt"]} for row in ROWS[12:]])
-    (folder / "reward.py").write_text(REWARD)
-    return folder
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -182,8 +73,8 @@ def _lines(path: Path) -> list[Any]:
 
 def differences(a: Result, b: Result) -> list[str]:
     """What differs between two results, the first of each kind; empty if they are equal."""
-    if failed := [f"failed: {result['failed']}" for result in (a, b) if "failed" in result]:
-        return failed
+    if failed := {f"failed: {result['failed']}": None for result in (a, b) if "failed" in result}:
+        return list(failed)
     found = [_first_metric(a["metrics"], b["metrics"])]
     for rank in sorted(a["tokens"].keys() | b["tokens"].keys()):
         found.append(_first_row(f"tokens of {rank}", a["tokens"].get(rank, []), b["tokens"].get(rank, [])))

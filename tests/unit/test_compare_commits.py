@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from scripts import compare_commits
-from scripts.compare_commits import collect, compared, differences, matrix
+from scripts.compare_commits import collect, compared, differences
+from scripts.small_runs import matrix
 
 
 @pytest.fixture
@@ -75,7 +76,8 @@ def test_a_failed_run_equals_none(result: dict[str, Any]) -> None:
     failed = {"failed": "exit status 1, and not 0\nValueError: no"}
     for pair in ((failed, result), (result, failed)):
         assert differences(*pair) == [f"failed: {failed['failed']}"]
-    assert len(differences(failed, failed)) == 2
+    assert len(differences(failed, failed)) == 1
+    assert len(differences(failed, {"failed": "has taken too long"})) == 2
 
 
 def test_what_tells_runs_apart_is_never_left_out() -> None:
