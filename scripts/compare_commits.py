@@ -177,6 +177,7 @@ def _each(
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in ranks} | {
         "OMP_NUM_THREADS": str(options.threads),
+        "PYTHONHASHSEED": "0",  # peft writes a set: the names of the layers with an adapter
         "PYTHONPATH": str(checkout),
         "DS_ACCELERATOR": "cpu",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -187,14 +188,14 @@ def _each(
             continue
         with tempfile.TemporaryDirectory(prefix="tandem-runs-") as folder:
             plan: Plan = {
-                "jobs": [run.job(inputs, Path(folder) / name) for name, run in mine.items()],
+                "jobs": [run.job(Path(folder) / name) for name, run in mine.items()],
                 "at_a_time": options.jobs,
                 "timeout": TIMEOUT,
                 "imports": modules,
             }
             command = [sys.executable, "-P", forked_runs.__file__]
             with subprocess.Popen(
-                command, cwd=checkout, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                command, cwd=inputs.parent, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             ) as forks:
                 assert forks.stdin and forks.stdout
                 forks.stdin.write(json.dumps(plan))

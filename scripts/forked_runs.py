@@ -1,7 +1,8 @@
 """Starts runs of Tandem in forks of one process that has imported the libraries they need, and none of Tandem's own.
 
-A small run takes a second or two, its imports ten times as long. scripts/compare_commits.py starts this file in a
-commit's folder and writes a ``Plan`` to its standard input; for each run that has ended comes a line of JSON.
+A small run takes a second or two, its imports ten times as long. scripts/compare_commits.py starts this file with a
+commit's folder in PYTHONPATH and writes a ``Plan`` to its standard input. A line of JSON comes for each run that has
+ended.
 """
 
 from __future__ import annotations

@@ -71,14 +71,14 @@ class Run:
     resumed: bool = False
     """Killed by its reward in the third step, and resumed from the checkpoint of the second."""
 
-    def job(self, inputs: Path, folder: Path) -> Job:
-        """How to run it in a folder, which is made."""
+    def job(self, folder: Path) -> Job:
+        """How to run it beside the folder ``inputs``, with a folder of its own, which is made."""
         (folder / "tokens").mkdir(parents=True)
-        files = {
-            "model.path": f"{inputs}/model",
-            "data.path": f"{inputs}/prompts.jsonl",
-            "data.eval_path": f"{inputs}/held_out.jsonl",
-            "reward.function": f"{inputs}/reward.py:score",
+        files = {  # not by their whole paths, as an export may hold the model's
+            "model.path": "./inputs/model",
+            "data.path": "./inputs/prompts.jsonl",
+            "data.eval_path": "./inputs/held_out.jsonl",
+            "reward.function": "./inputs/reward.py:score",
             "output_dir": str(folder),
             "name": "run",
         }
