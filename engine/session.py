@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from algorithms import kl_control
-from algorithms.base import Rollout
+from algorithms.rollout import Rollout
 from engine import rewards
 from engine.config import Config, ConfigError, cli
 from engine.launch import failures
@@ -26,7 +26,7 @@ from engine.report.closing import closing_lines
 from engine.report.output import Output
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
-from engine.rollouts import experience
+from engine.rollouts import experience, off_policy
 from engine.rollouts.source import Source
 from engine.run_folder import checkpoints, folder
 from engine.run_folder.summary import summary
@@ -225,7 +225,7 @@ class Session:
         scored, drawn = self.world.sum(torch.tensor([rewarded, len(self._sampled)])).tolist()
         what = f"{scored} of {drawn} responses got a reward"
         if scored:
-            what += f", and no prompt has the {config.least_group} that {config.algo} compares"
+            what += f", and no prompt has the {config.algorithm.least_group} that {config.algorithm.name} compares"
         if self.state.skipped > allowed:
             raise RewardError(
                 f"step {self.state.step + 1}: nothing to train on, for {self.state.skipped} rollout batches in a row "
@@ -267,10 +267,8 @@ class Session:
         metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
         behaviour = experience.behaviour_logprobs(samples)
         assert batch.old_logprobs is not None
-        metrics |= experience.off_policy_metrics(
-            config, samples, batch.old_logprobs, behaviour, current.version - 1, world
-        )
-        if config.kl.coef and config.has_policy_ratio:
+        metrics |= off_policy.metrics(config, samples, batch.old_logprobs, behaviour, current.version - 1, world)
+        if config.kl.coef and config.algorithm.kl:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None and "kl/ref_mean" in metrics:
             current.kl_coef = kl_control.adapted(

@@ -49,7 +49,7 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
     recorder = Recorder(
         run_dir,
         header={
-            "algo": config.algo,
+            "algo": config.algorithm.name,
             "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
             "data": config.data.task or config.data.path,
             "seed": config.seed,
@@ -148,7 +148,7 @@ def locate(config: Config, config_file: str | None) -> Path:
         failures.clear(folder)
         return folder
     stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
-    name = f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{config.algorithm.name}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")
         if _make(folder):
@@ -201,7 +201,7 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     item = footprint.item_bytes(config)
     states = 8 if item == 4 and config.train.zero_stage == 0 else 12
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
-    trained = (adapters or policy.policy) + (value.value if config.algo == "ppo" else 0)
+    trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)
     checkpoint, export = trained * (item + states), policy.policy * item
     count = config.save.keep + 2
     needed = count * checkpoint + 2 * export

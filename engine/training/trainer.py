@@ -10,11 +10,12 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from algorithms import ppo
-from algorithms.base import Objective
+from algorithms.normalise import Normalise
+from algorithms.rollout import Objective
+from algorithms.value import value_loss
 from engine.config import Config
+from engine.config.numerics import old_source
 from engine.machine.world import World
-from engine.rollouts import experience
 from engine.sample import Sample
 from engine.training import liger, lora, models, residual, zero
 from engine.training.averages import Averages
@@ -55,11 +56,13 @@ class Trainer:
         for network in networks:
             if network is not None and world.device.type == "cuda" and liger.patch(network.model):
                 residual.patch(network.model)
-        steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
+        steps, value_settings = config.optimizer_steps, config.value_settings
         self.last_rates: dict[str, float] = {}
         """Learning rate of each model's last planned optimizer step."""
         self._rates = {"policy": config.train.learning_rate}
-        self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
+        if value_settings:
+            own = value_settings.value_learning_rate
+            self._rates["value"] = config.train.learning_rate if own is None else own
         self.policy = zero.build(
             policy, config, learning_rate=self._rates["policy"], total_steps=config.policy_optimizer_steps
         )
@@ -195,7 +198,7 @@ class Trainer:
         ages = [version - sample.policy_version for sample in samples]
         if self.world.max(max(ages, default=-1)) != 0:  # some are older, or no rank has any
             sampler = None
-        recomputed = experience.recomputes_old(self.config)
+        recomputed = old_source(self.config) == "pass"
         assert old is not None or not recomputed, "several optimizer steps, or rewards, need the old policy's values"
         if sampler is not None and old is not None and recomputed:
             self._check_gap(sampler, old, samples, step, averages)
@@ -247,24 +250,19 @@ class Trainer:
                     self._step(engine, name, averages)
         return Update(averages.means(), own if old is None else None)
 
-    def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor] | None:
-        """Weights of each microbatch's tokens or pairs: one over the global count of its minibatch; None if that is 0.
+    def _normalised(self, batches: Sequence[Microbatch], normalise: Normalise) -> list[Tensor] | None:
+        """The weight of each token or pair of the microbatches in the loss of their minibatch; None if all are 0.
 
         They are multiplied by the number of ranks because DeepSpeed averages gradients over ranks.
         """
-        weights = []
-        for batch in batches:
-            lengths = batch.cu_seqlens.diff().to(batch.rows.device)
-            if normalise == "pair":
-                weight = lengths.new_ones(len(lengths) // 2, dtype=torch.float32)
-            elif normalise == "sequence":
-                weight = torch.repeat_interleave(1.0 / lengths, lengths)
-            else:
-                weight = lengths.new_ones(len(batch.rows), dtype=torch.float32)
-            weights.append(weight * batch.counts)
-        counts = [weight.double().sum() for weight in weights]
-        count = float(self.world.sum(torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64)))
-        return [(weight * (self.world.size / count)).float() for weight in weights] if count else None
+        parts = [normalise(batch.cu_seqlens.diff().to(batch.rows.device)) for batch in batches]
+        divisors = [part.divisor * batch.counts for part, batch in zip(parts, batches, strict=True)]
+        own = torch.stack(divisors).sum() if divisors else torch.zeros((), dtype=torch.float64)
+        divisor = float(self.world.sum(own))
+        if not divisor:
+            return None
+        scale = self.world.size / divisor
+        return [(part.terms * batch.counts * scale).float() for part, batch in zip(parts, batches, strict=True)]
 
     def _policy_backward(
         self,
@@ -277,7 +275,7 @@ class Trainer:
         old, counts = row.get("old_logprobs"), batch.counts
         scale = zero.loss_scale(self.policy)  # before the kernels round the head's gradients
         weight = weight * scale
-        if objective.normalise == "pair":
+        if objective.compares_pairs:
             arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
         else:
             arguments = self._policy_arguments(weight, row, objective.loss)
@@ -285,7 +283,7 @@ class Trainer:
         outputs = self.policy(batch, arguments, **self._head_options)
         zero.backward(self.policy, outputs[0])
         rows = len(batch.rows) * counts
-        if objective.normalise == "pair":
+        if objective.compares_pairs:
             loss, logprobs, chosen, rejected, margins, entropy = outputs
             pairs = len(margins) * counts
             averages.add("policy/chosen_reward", chosen.sum() * counts, pairs)
@@ -322,10 +320,11 @@ class Trainer:
         return arguments
 
     def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
-        assert self.value is not None
+        settings = self.config.value_settings
+        assert self.value is not None and settings is not None
         values, _ = self.value(batch)
-        losses, clipped = ppo.value_loss(values, row["old_values"], row["returns"], self.config.ppo.value_clip)
-        loss = self.config.ppo.value_coef * (losses * weight).sum()
+        losses, clipped = value_loss(values, row["old_values"], row["returns"], settings.value_clip)
+        loss = settings.value_coef * (losses * weight).sum()
         zero.backward(self.value, loss * zero.loss_scale(self.value))
         rows = len(batch.rows) * batch.counts
         averages.add("value/loss", losses.sum() * batch.counts, rows)
