@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Config, ConfigError, cli
+from engine.config import Config, ConfigError, cli, user_algorithm
 from engine.launch import failures, launcher
 from engine.machine import deadline, disk
 from engine.memory import footprint, model_shape
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OWN = (
     records.CONFIG, records.METRICS, records.SAMPLES, records.SUMMARY, records.CRASH, records.REPORT,
-    records.TENSORBOARD, "checkpoints", "model", "best", "partial-model", "partial-best",
+    records.TENSORBOARD, user_algorithm.COPY, "checkpoints", "model", "best", "partial-model", "partial-best",
 )  # fmt: skip
 """What a run makes in its folder; anything else there is somebody's own."""
 
@@ -44,6 +44,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         return
     launcher.tell_folder(run_dir)
     if not config.resume:
+        with disk.writing(run_dir / user_algorithm.COPY):
+            user_algorithm.keep(config, run_dir)
         write_config(config, run_dir)
     checkpoint = checkpoints.newest(run_dir) if config.resume else None
     recorder = Recorder(
@@ -79,7 +81,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
 
 def write_config(config: Config, run_dir: Path) -> None:
     """The resolved configuration, which ``--resume`` starts from; the run's own name and place in it."""
-    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
+    place = {"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None}
+    resolved = config.model_copy(update=place | {"algo": user_algorithm.in_folder(config.algo, run_dir)})
     with disk.writing(run_dir / records.CONFIG):
         records.write_atomically(run_dir / records.CONFIG, cli.dump_yaml(resolved))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
 
 
@@ -167,7 +166,7 @@ def _check_sources(config: Config) -> None:
     if reward.url is not None and not reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url '{reward.url}' must start with http:// or https://")
     if reward.function is not None:
-        _check_function(reward.function)
+        user_code.check("reward.function", reward.function, "function")
     for key, path in (
         ("model.path", config.model.path),
         ("model.value_path", config.model.value_path),
@@ -176,23 +175,6 @@ def _check_sources(config: Config) -> None:
     ):
         if path is not None and path.startswith((".", "/")):
             _must_exist(key, path)
-
-
-def _check_function(function: str) -> None:
-    module, _, name = function.rpartition(":")
-    if not module or not name:
-        raise ConfigError(f"reward.function '{function}' must read 'module:function' or 'file.py:function'")
-    if module.endswith(".py"):
-        _must_exist("reward.function", module)
-        return
-    try:
-        found = importlib.util.find_spec(module.split(".")[0])
-    except ValueError:  # no name of a module
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"reward.function '{function}': there is no module '{module}' to import; a file is named with its .py"
-        )
 
 
 def _check_batches(config: Config, world_size: int) -> None:
