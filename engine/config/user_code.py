@@ -83,14 +83,14 @@ def load(key: str, spec: str, is_one: Callable[[object], bool]) -> tuple[ModuleT
 
 def others(module: ModuleType, name: str, is_one: Callable[[object], bool]) -> str:
     """What a module of the user has instead of ``name``, for the end of a message: the nearest name, or all."""
-    names = [
-        other
+    names = {
+        other.lower(): other
         for other, value in vars(module).items()
         if is_one(value) and not other.startswith("_") and value.__module__ == module.__name__
-    ]
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f"; did you mean '{near[0]}'?"
-    return f"; it has {', '.join(names[:8])}" if names else ""
+    }
+    if near := difflib.get_close_matches(name.lower(), names, n=1):
+        return f"; did you mean '{names[near[0]]}'?"
+    return f"; it has {', '.join([*names.values()][:8])}" if names else ""
 
 
 def _place(error: BaseException) -> str:

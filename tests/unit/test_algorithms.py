@@ -255,12 +255,12 @@ def test_adaptive_kl_stays_positive() -> None:
 
 
 def test_learning_rate_schedule_counts_optimizer_steps() -> None:
-    from engine.training.zero import learning_rate_factor
+    from engine.training.learning_rate import schedule_factor
 
-    factor = learning_rate_factor("linear", warmup_steps=2, total_steps=6)
+    factor = schedule_factor("linear", warmup_steps=2, total_steps=6)
     assert [factor(i) for i in range(8)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
-    assert learning_rate_factor("constant", 0, 6)(5) == 1.0
-    assert learning_rate_factor("cosine", 0, 6)(3) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
+    assert schedule_factor("constant", 0, 6)(5) == 1.0
+    assert schedule_factor("cosine", 0, 6)(3) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
