@@ -112,7 +112,7 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls) -> None:
         if "Settings" in vars(cls) and "section" not in vars(cls):
-            cls.section = cls.name
+            cls.section = getattr(cls, "name", "")
 
     @abstractmethod
     def objective(self, rollout: Rollout, settings: Any, run: Run) -> Objective:

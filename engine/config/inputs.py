@@ -19,8 +19,8 @@ class Model(Section):
     )
     value_path: str | None = Field(
         None,
-        description="Value model to start from (PPO): a causal language model (its value head starts at zero) or a "
-        "sequence classifier with one label. Default: model.path",
+        description="Value model to start from, where the algorithm has one: a causal language model (its value head "
+        "starts at zero) or a sequence classifier with one label. Default: model.path",
     )
     reference_path: str | None = Field(
         None,

@@ -101,13 +101,13 @@ class KL(Section):
 
     coef: NonNegative = Field(
         0.05,
-        description="Weight of the KL penalty, per nat: in the reward, for GRPO in the loss; 0 runs without a "
-        "reference model. Online DPO has dpo.beta instead, BoK none",
+        description="Weight of the KL penalty, per nat: in the reward or in the loss, as the algorithm has it; 0 runs "
+        "without a reference model. Online DPO has dpo.beta instead, BoK none",
     )
     estimator: KLEstimator | None = Field(
         None,
         description="Estimator of the KL: k1 is log-policy minus log-reference, the only one inside a reward. Default: "
-        "k1, for GRPO k3",
+        "the algorithm's, for GRPO k3",
     )
     target: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Adaptive coefficient (Ziegler et al. 2019): KL of a response to aim at, in nats"
@@ -123,7 +123,7 @@ class OffPolicy(Section):
 
     correction: bool | None = Field(
         None,
-        description="Truncated importance weights min(exp(old - behaviour), cap) for PPO, RLOO and GRPO. Default: on "
-        "when samples are stale, or the sampler computes in other numerics than the trainer",
+        description="Truncated importance weights min(exp(old - behaviour), cap), where the loss has a policy ratio. "
+        "Default: on when samples are stale, or the sampler computes in other numerics than the trainer",
     )
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Largest importance weight")

@@ -19,13 +19,13 @@ def same_numerics(config: Config) -> bool:
 def old_source(config: Config) -> OldSource:
     """Where *old* comes from.
 
-    With one optimizer step, the same numerics and fresh samples the sampler's values are the trainer's. Losses without
-    a policy ratio use *old* in metrics only, for which the sampler's do. Elsewhere the update's own passes will do if
-    there is one optimizer step and no reward is made of *old* before.
+    With one optimizer step, the same numerics and fresh samples the sampler's values are the trainer's. Where neither
+    a policy ratio nor a reward is made of it, *old* is for metrics only, and the sampler's do as well. Elsewhere the
+    update's own passes will do if there is one optimizer step and no reward is made of *old* before.
     """
+    in_rewards = config.algorithm.kl == "reward" and config.has_reference
     single_step = config.train.epochs_per_batch * config.train.minibatches_per_batch == 1
     fresh = same_numerics(config) and config.schedule.staleness == 0
-    if not config.algorithm.policy_ratio or (fresh and single_step):
+    if not (config.algorithm.policy_ratio or in_rewards) or (fresh and single_step):
         return "sampler"
-    in_rewards = config.algorithm.kl == "reward" and config.has_reference
     return "pass" if in_rewards or not single_step else "update"

@@ -73,9 +73,27 @@ def objective(config: Config, rollout: Rollout, kl_coef: float, world: World, st
         gather=gather,
     )
     result = config.algorithm.objective(rollout, config.algorithm_settings, run)
+    if fault := _fault(config, rollout, result):
+        raise ValueError(f"{config.algorithm.name}: the objective {fault}")
     if off_policy.corrects(config):
         result.loss["is_cap"] = config.off_policy.cap
     return result
+
+
+def _fault(config: Config, rollout: Rollout, objective: Objective) -> str | None:
+    """Where an objective wants what its algorithm's record does not say, so that the engine has not provided it."""
+    record, loss = config.algorithm, objective.loss
+    if objective.compares_pairs != (record.rows == "pair"):
+        return f"has units of {objective.units.shape[1]} responses, and its record says rows = {record.rows!r}"
+    if (objective.returns is not None) != record.value_model:
+        return f"must have returns if there is a value model, and its record says value_model = {record.value_model}"
+    if loss.get("kl_coef") and rollout.ref_logprobs is None:
+        return "has a KL term, and there is no reference: its record must say kl = 'loss' or reference = True"
+    if loss.get("loss") == "clip" and not record.policy_ratio:
+        return "has a policy ratio: its record must say policy_ratio = True"
+    if "ratio" in loss and loss["ratio"] != (by_record := record.ratio(config.algorithm_settings)):
+        return f"has a {loss['ratio']} ratio, and its method ratio says {by_record!r}"
+    return None
 
 
 def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified: bool) -> dict[str, float]:

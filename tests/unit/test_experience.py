@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.base import Algorithm, Run
+from algorithms.normalise import by_token
+from algorithms.rollout import Objective, Rollout
 from engine.config import Config
 from engine.config.cli import validate
 from engine.config.numerics import old_source
+from engine.config.schema import config_with
 from engine.machine.world import World
 from engine.rollouts import experience, off_policy
 from engine.sample import Sample
@@ -98,6 +102,34 @@ def test_a_batch_without_responses_has_no_metrics() -> None:
     assert off_policy.metrics(settings, [], nothing, nothing, 1, ALONE) == {}
     objective = experience.objective(settings, rollout, 0.1, ALONE)
     assert len(objective.units) == 0 and objective.metrics == {}
+
+
+@pytest.mark.parametrize(
+    "changes,needle",
+    [
+        ({"units": torch.tensor([[0, 1]])}, "units of 2 responses, and its record says rows = 'single'"),
+        ({"returns": torch.zeros(2)}, "its record says value_model = False"),
+        ({"loss": {"loss": "reinforce", "kl_coef": 0.1}}, "must say kl = 'loss' or reference = True"),
+        ({"loss": {"loss": "clip"}}, "must say policy_ratio = True"),
+        (
+            {"loss": {"loss": "reinforce", "ratio": "sequence"}},
+            "has a sequence ratio, and its method ratio says",
+        ),
+    ],
+)
+def test_an_objective_that_its_record_does_not_provide_for(changes: dict[str, object], needle: str) -> None:
+    given = {"units": torch.tensor([[0], [1]]), "normalise": by_token, "loss": {"loss": "likelihood"}} | changes
+
+    class Careless(Algorithm):
+        name = "careless"
+
+        def objective(self, rollout: Rollout, settings: None, run: Run) -> Objective:
+            return Objective(**given)  # type: ignore[arg-type]
+
+    settings = config_with("of:Mine", Careless()).model_validate({"algo": "of:Mine"})
+    samples = [sample(0, 1.0), sample(0, 0.0)]
+    with pytest.raises(ValueError, match=f"careless: the objective .*{needle}"):
+        experience.objective(settings, experience.rollout(samples, None, None, None, None), 0.1, ALONE)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
