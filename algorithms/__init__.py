@@ -1,1 +1,5 @@
-"""One file an algorithm: scores and log-probabilities in, advantages and a loss out. No state, no engine."""
+"""One file an algorithm: its record, its settings, and scores and log-probabilities in, an objective out. No engine.
+
+``algorithms.base`` is what one derives from, ``algorithms.registry`` lists those that are built in; neither imports
+torch. What objectives are computed with is in ``rollout``, ``advantages``, ``value`` and ``normalise``.
+"""

@@ -1,126 +1,139 @@
-"""What every algorithm takes and gives.
+"""What an algorithm is: a record of what it needs, the settings of its own, and its objective.
 
-Token quantities are flat vectors: responses end to end, ``cu_seqlens`` their borders.
+``Algorithm`` is what one derives from to write one; docs/extending.md builds an example. This module imports no torch
+and nothing of the engine: records are read, and settings checked, before anything heavy is imported.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from kernels.coefficients import KL_ROUNDING
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Reduce = Callable[[Tensor], Tensor]
-"""Elementwise sum over the ranks that share a rollout batch; the identity on one rank."""
+    from algorithms.rollout import Objective, Rollout
 
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A rollout batch on one rank: B responses with T tokens in all."""
-
-    scores: Tensor
-    """[B] fp32, reward of a response."""
-    group_ids: Tensor
-    """[B] int64, equal for responses to the same prompt; a group lies on one rank, its members side by side."""
-    truncated: Tensor
-    """[B] bool, cut off by its length."""
-    cu_seqlens: Tensor
-    """[B + 1] int64, where each response begins in the flat vectors."""
-    old_logprobs: Tensor | None
-    """[T] fp32, nats, of the policy at the start of the update; None where the update's own passes will tell."""
-    ref_logprobs: Tensor | None = None
-    """[T] fp32, nats, of the frozen reference; None without a KL penalty."""
-    values: Tensor | None = None
-    """[T] fp32, value model's estimate before each response token; only for algorithms that have one."""
-    end_values: Tensor | None = None
-    """[B] fp32, the estimate after the last response token."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] int64, response tokens."""
-        return self.cu_seqlens.diff()
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What the update minimises on a rollout batch."""
+class Section(BaseModel):
+    """A section of the configuration: no unknown keys, no NaN or infinity, defaults checked like everything else.
 
-    units: Tensor
-    """[U, n] int64, which of the rank's B responses are trained on, each row together: single ones, or chosen and
-    rejected. A minibatch is made of whole units."""
-    normalise: Literal["token", "sequence", "pair"]
-    """Mean over the minibatch's response tokens, or mean over its responses of their token means, or mean over its
-    pairs; over all ranks."""
-    loss: dict[str, Any]
-    """Keyword arguments of ``kernels.linear_policy_loss``, or for pairs of ``kernels.linear_preference_loss``, that do
-    not vary by token."""
-    advantages: Tensor | None = None
-    """[T] fp32; None for a likelihood and for pairs."""
-    returns: Tensor | None = None
-    """[T] fp32, targets of the value model."""
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-def every_response(rollout: Rollout) -> Tensor:
-    """[B, 1] units that train on each response by itself."""
-    return torch.arange(len(rollout.scores))[:, None]
-
-
-def best_and_worst(rollout: Rollout) -> Tensor:
-    """[groups, 2] the responses with the highest and with the lowest score of each group; of equals the first."""
-    _, sizes = torch.unique_consecutive(rollout.group_ids, return_counts=True)
-    groups = torch.arange(len(rollout.scores)).split(sizes.tolist())
-    extremes = [[group[rollout.scores[group].argmax()], group[rollout.scores[group].argmin()]] for group in groups]
-    return torch.tensor(extremes, dtype=torch.int64).reshape(-1, 2)
-
-
-def sequence_sums(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sums a flat [T] vector by response: [B]."""
-    lengths = cu_seqlens.diff()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths)
-    return torch.zeros(len(lengths), dtype=tokens.dtype, device=tokens.device).index_add_(0, owner, tokens)
-
-
-def above_first(values: Tensor, group: Tensor) -> Tensor:
-    """[B] fp64, each value less that of its group's first member.
-
-    What groups are compared by starts from these: equal values are exactly 0 here, whatever their magnitude, while the
-    mean of equal fp32 values is seldom the value itself.
-
-    Args:
-        values: [B], a group's members side by side.
-        group: [B] int64, counting from 0, the place of each member's group.
+    Every field has a type, a default and a ``Field(..., description=...)`` with its unit, which ``--help`` shows.
     """
-    wide = values.double()
-    first = torch.searchsorted(group, torch.arange(int(group[-1]) + 1 if len(group) else 0, device=group.device))
-    return wide - wide[first][group]
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if (
+            isinstance(value, bool)
+            and info.field_name
+            and "bool" not in str(cls.model_fields[info.field_name].annotation)
+        ):
+            raise ValueError("is not a yes-or-no setting")
+        return value
 
 
-def group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[groups] sums of the values of each group's members."""
-    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
+class ValueModelSettings(Section):
+    """How the value model is trained; an algorithm that has one extends these settings by its own."""
 
-
-def kl_tokens(rollout: Rollout) -> Tensor:
-    """[T] k1 estimate of KL(policy || reference): old minus reference log-probability; 0 without a reference.
-
-    And 0 where they differ by rounding, which in a batch of equal scores would be all there is to learn from.
-    """
-    if rollout.ref_logprobs is None:
-        return rollout.scores.new_zeros(int(rollout.cu_seqlens[-1]))
-    old = rollout.old_logprobs
-    assert old is not None
-    difference = old - rollout.ref_logprobs
-    return difference.where(difference.abs() > KL_ROUNDING * old.abs().clamp(min=1), 0.0)
-
-
-def global_mean(values: Tensor, reduce: Reduce) -> float:
-    """Mean of the elements of every rank's ``values``."""
-    total = reduce(
-        torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)])
+    value_clip: Annotated[float, Field(gt=0)] = Field(
+        0.2, description="New values are clipped to the old ones plus or minus this, in units of return"
     )
-    return float(total[0] / total[1].clamp(min=1))
+    value_coef: NonNegative = Field(0.1, description="Weight of the value loss")
+    value_learning_rate: NonNegative | None = Field(
+        None, description="Peak learning rate of the value model. Default: train.learning_rate"
+    )
+    value_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="First steps in which only the value model is trained"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What an objective may know of the run besides its own settings and the rollout batch."""
+
+    step: int
+    """Rollout batches trained on before this one."""
+    kl_coef: float
+    """Current coefficient of the KL penalty, per nat."""
+    kl_estimator: KLEstimator
+    """Estimator of a KL term in the loss, one of ``kernels.linear_policy_loss``."""
+    max_response_tokens: int
+    """Longest response, in tokens."""
+    reduce: Callable[[Tensor], Tensor]
+    """Elementwise sum over the ranks that share a rollout batch; the identity on one rank. Collective."""
+    gather: Callable[[Tensor], tuple[Tensor, slice]]
+    """The ranks' vectors end to end, in the order of the ranks, and which part of it is this rank's. Their lengths may
+    differ. Collective."""
+
+
+class Algorithm(ABC):
+    """An algorithm: class attributes that say what it needs of the engine, and ``objective``.
+
+    It keeps no state: there is one instance in a process, and what it computes follows from its arguments.
+    """
+
+    name: ClassVar[str]
+    """What it is called in run folders, reports and messages, and by ``--algo`` if it is built in."""
+    Settings: ClassVar[type[Section] | None] = None
+    """Its settings; None without any."""
+    section: ClassVar[str] = ""
+    """The key of its settings in the configuration. Default: ``name``."""
+    value_model: ClassVar[bool] = False
+    """It learns from a value model's estimates; ``Settings`` then extends ``ValueModelSettings``."""
+    reference: ClassVar[bool] = False
+    """It needs the frozen reference policy in any case, not only for a KL penalty."""
+    kl: ClassVar[Literal["reward", "loss"] | None] = None
+    """Where it has a KL penalty, weighted by ``kl.coef``: the objective makes it part of the rewards, or the loss has a
+    term of it; None without one. With ``kl.coef`` above 0 the run then holds the reference policy."""
+    kl_estimator: ClassVar[KLEstimator] = "k1"
+    """Default of ``kl.estimator``; inside a reward there is k1 alone."""
+    policy_ratio: ClassVar[bool] = False
+    """Its loss is of the ratio of new to old policy, which samples of an older policy bias: ``off_policy.correction``
+    then multiplies each ratio by a truncated importance weight."""
+    least_group: ClassVar[int] = 1
+    """Fewest scored responses to a prompt that it can learn from; prompts with fewer are left out."""
+    rows: ClassVar[Literal["single", "pair"]] = "single"
+    """What lies side by side in a forward pass: responses by themselves, or pairs of them."""
+    batches: ClassVar[Literal["sampler", "rows"]] = "sampler"
+    """Where its batches come from: responses that the sampler draws, or rows of a data set."""
+
+    def __init_subclass__(cls) -> None:
+        if "Settings" in vars(cls) and "section" not in vars(cls):
+            cls.section = getattr(cls, "name", "")
+
+    @abstractmethod
+    def objective(self, rollout: Rollout, settings: Any, run: Run) -> Objective:
+        """What the update minimises on a rollout batch.
+
+        Called on every rank with its own part of the batch, which may be empty, though not everywhere; whatever is
+        collective in it is called on all ranks alike. Imports what it takes of torch by itself, so that the record can
+        be read without.
+
+        Args:
+            rollout: this rank's responses with their scores, and log-probabilities and values where the record asks for
+                them.
+            settings: the run's ``Settings``; None for an algorithm without any.
+            run: what else it may know.
+        """
+
+    def fault(self, settings: Any) -> str | None:
+        """One line, without its end, about settings that are right by themselves and do not go together; else None."""
+        return None
+
+    def ratio(self, settings: Any) -> Literal["token", "sequence"]:
+        """With ``policy_ratio``: whether the loss's ratios, and so its importance weights, are one a token or one a
+        response, the product over its tokens."""
+        return "token"

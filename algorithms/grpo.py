@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
-from algorithms.base import Objective, Reduce, Rollout, above_first, every_response, global_mean, group_sums
+from pydantic import Field
 
-EPSILON = 1e-4
-"""Added to a group's standard deviation, in units of score."""
+from algorithms.base import Algorithm, Run, Section
 
-
-def objective(
-    rollout: Rollout, *, kl_coef: float, kl_estimator: str, scale: bool, mean: str, reduce: Reduce
-) -> Objective:
-    """A response's advantage is its score's distance from the mean of its group, in standard deviations.
-
-    The KL penalty is a term of the loss, not of the score; ``kl_estimator`` is one of ``kernels.linear_policy_loss``.
-    Without ``scale`` the distance is not divided (Liu et al. 2025, arXiv 2503.20783: the division favours prompts that
-    are nearly always or nearly never solved). ``mean="sequence"`` weighs every response alike, as the paper does;
-    ``"token"`` every token (Yu et al. 2025, arXiv 2503.14476).
-    """
-    advantages = group_normalised(rollout.scores, rollout.group_ids, scale)
-    return Objective(
-        units=every_response(rollout),
-        advantages=torch.repeat_interleave(advantages, rollout.lengths),
-        normalise="sequence" if mean == "sequence" else "token",
-        loss={"loss": "clip", "ratio": "token", "kl_coef": kl_coef, "kl_estimator": kl_estimator},
-        metrics={"grpo/zero_advantage_fraction": global_mean((advantages == 0).float(), reduce)},
-    )
+if TYPE_CHECKING:
+    from algorithms.rollout import Objective, Rollout
 
 
-def group_normalised(scores: Tensor, group_ids: Tensor, scale: bool) -> Tensor:
-    """[B] fp32, each score less its group's mean and, with ``scale``, over its standard deviation (of a sample, n - 1).
+class GRPO(Algorithm):
+    """Advantages within the group of a prompt's responses, and a KL term in the loss."""
 
-    Equal scores give exactly 0, at any magnitude.
-    """
-    _, group = torch.unique_consecutive(group_ids, return_inverse=True)
-    size = torch.bincount(group)
-    above = above_first(scores, group)
-    distance = above - (group_sums(above, group, len(size)) / size)[group]
-    if scale:
-        deviation = (group_sums(distance.square(), group, len(size)) / (size - 1).clamp(min=1)).sqrt()
-        distance = distance / (deviation[group] + EPSILON)
-    return distance.float()
+    name = "grpo"
+    kl = "loss"
+    kl_estimator = "k3"
+    policy_ratio = True
+    least_group = 2
+
+    class Settings(Section):
+        """GRPO's advantages and mean."""
+
+        scale_advantages: bool = Field(
+            True, description="Divide a group's advantages by the standard deviation of its scores"
+        )
+        mean: Literal["token", "sequence", "constant"] = Field(
+            "token",
+            description="Mean of the loss over all tokens; over responses of their token means (the paper's); or "
+            "constant: over responses of their token sums divided by rollout.max_response_tokens (Dr. GRPO)",
+        )
+
+    def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
+        """A response's advantage is its score's distance from the mean of its group, in standard deviations.
+
+        The KL penalty is a term of the loss, not of the score. Without ``scale_advantages`` the distance is not divided
+        (Liu et al. 2025, arXiv 2503.20783: the division favours prompts that are nearly always or nearly never solved).
+
+        The mean by ``sequence`` weighs every response alike, as the paper does; by ``token`` every token (Yu et al.
+        2025, arXiv 2503.14476); and by ``constant`` every token alike whatever batch it is in (Liu et al. 2025: either
+        of the others makes a long response's tokens count less, in its own mean or in its batch's).
+        """
+        import torch
+
+        from algorithms.advantages import group_normalised
+        from algorithms.normalise import by_constant, by_sequence, by_token
+        from algorithms.rollout import Objective, every_response, global_mean
+
+        advantages = group_normalised(rollout.scores, rollout.group_ids, settings.scale_advantages)
+        means = {"token": by_token, "sequence": by_sequence, "constant": by_constant(run.max_response_tokens)}
+        return Objective(
+            units=every_response(rollout),
+            advantages=torch.repeat_interleave(advantages, rollout.lengths),
+            normalise=means[settings.mean],
+            loss={"loss": "clip", "ratio": "token", "kl_coef": run.kl_coef, "kl_estimator": run.kl_estimator},
+            metrics={"grpo/zero_advantage_fraction": global_mean((advantages == 0).float(), run.reduce)},
+        )

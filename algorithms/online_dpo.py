@@ -6,27 +6,54 @@ two given responses, whoever wrote them (Noukhovitch et al. 2024, arXiv 2410.182
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from algorithms.base import Objective, Reduce, Rollout, best_and_worst, global_mean
+from pydantic import Field
 
+from algorithms.base import Algorithm, Run, Section
 
-def objective(rollout: Rollout, *, loss: str, beta: float, label_smoothing: float, reduce: Reduce) -> Objective:
-    """Of each group the best response against the worst; a group whose scores are all the same makes no pair.
-
-    ``loss``, ``beta`` and ``label_smoothing`` are those of ``kernels.linear_preference_loss``.
-    """
-    pairs, tied = pairs_by_score(rollout)
-    return Objective(
-        units=pairs,
-        normalise="pair",
-        loss={"loss": loss, "beta": beta, "label_smoothing": label_smoothing},
-        metrics={"online_dpo/tied_fraction": global_mean(tied.float(), reduce)},
-    )
+if TYPE_CHECKING:
+    from algorithms.rollout import Objective, Rollout
 
 
-def pairs_by_score(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """[P, 2] the best and the worst response of each group, and [groups] bool: which groups have none."""
-    extremes = best_and_worst(rollout)
-    best, worst = rollout.scores[extremes].unbind(1)
-    return extremes[best > worst], best == worst
+class OnlineDPO(Algorithm):
+    """Pairs of each prompt's best and worst response, compared with the reference policy."""
+
+    name = "online_dpo"
+    section = "dpo"
+    reference = True
+    least_group = 2
+    rows = "pair"
+
+    class Settings(Section):
+        """Online DPO's preference loss."""
+
+        beta: Annotated[float, Field(gt=0)] = Field(
+            0.1, description="Strength of the hold on the reference policy, per nat of log-ratio"
+        )
+        loss: Literal["sigmoid", "ipo", "hinge"] = Field("sigmoid", description="Loss of a pair's margin")
+        label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+            0.0, description="Share of pairs taken to be labelled wrongly (with dpo.loss sigmoid)"
+        )
+
+    def fault(self, settings: Settings) -> str | None:
+        if settings.label_smoothing and settings.loss != "sigmoid":
+            return f"dpo.label_smoothing goes with dpo.loss sigmoid, not {settings.loss}: leave it out"
+        return None
+
+    def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
+        """Of each group the best response against the worst; a group whose scores are all the same makes no pair.
+
+        The settings are those of ``kernels.linear_preference_loss``.
+        """
+        from algorithms.normalise import by_pair
+        from algorithms.rollout import Objective, best_and_worst, global_mean
+
+        extremes = best_and_worst(rollout)
+        best, worst = rollout.scores[extremes].unbind(1)
+        return Objective(
+            units=extremes[best > worst],
+            normalise=by_pair,
+            loss=settings.model_dump(),
+            metrics={"online_dpo/tied_fraction": global_mean((best == worst).float(), run.reduce)},
+        )

@@ -7,108 +7,72 @@ generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-import kernels
-from algorithms.base import Objective, Reduce, Rollout, every_response, kl_tokens
+from pydantic import Field
 
-ROUNDING = 2.0**-18
-"""What fp32 sums over a few thousand tokens may be off by, relative to their magnitude: 64 times fp32's rounding."""
+from algorithms.base import Algorithm, Run, Unit, ValueModelSettings
 
-
-def objective(
-    rollout: Rollout,
-    *,
-    kl_coef: float,
-    gamma: float,
-    lam: float,
-    whiten_advantages: bool,
-    bootstrap_truncated: bool,
-    reduce: Reduce,
-) -> Objective:
-    """Advantages, returns and the clipped loss of PPO.
-
-    Args:
-        rollout: needs ``values``, and ``end_values`` with ``bootstrap_truncated``.
-        kl_coef: beta, per nat.
-        gamma, lam: discount and GAE's lambda, per token.
-        whiten_advantages: to mean 0 and variance 1 over the response tokens of the rollout batch on all ranks; to
-            zeros where they vary by rounding alone.
-        bootstrap_truncated: end responses that were cut off with the value model's estimate instead of 0.
-        reduce: sums over ranks.
-    """
-    assert rollout.values is not None, "PPO needs the value model's estimates"
-    rewards = token_rewards(rollout, kl_coef)
-    bootstrap = None
-    if bootstrap_truncated:
-        assert rollout.end_values is not None
-        bootstrap = torch.where(rollout.truncated, rollout.end_values, torch.zeros_like(rollout.end_values))
-    advantages, returns = kernels.gae(
-        rewards, rollout.values, rollout.cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap
-    )
-    magnitudes = torch.maximum(rollout.values.abs(), returns.abs())
-    return Objective(
-        units=every_response(rollout),
-        advantages=whiten(advantages, reduce, magnitudes) if whiten_advantages else advantages,
-        returns=returns,
-        normalise="token",
-        loss={"loss": "clip", "ratio": "token"},
-        metrics={"value/explained_variance": explained_variance(rollout.values, returns, reduce)},
-    )
+if TYPE_CHECKING:
+    from algorithms.rollout import Objective, Rollout
 
 
-def token_rewards(rollout: Rollout, kl_coef: float) -> Tensor:
-    """[T] -beta * kl_t, plus the score at the last token of each response, wherever and however it ended."""
-    rewards = -kl_coef * kl_tokens(rollout)
-    rewards[rollout.cu_seqlens[1:] - 1] += rollout.scores
-    return rewards
+class PPO(Algorithm):
+    """Advantages by a value model, and a KL penalty in the reward of each token."""
 
+    name = "ppo"
+    value_model = True
+    kl = "reward"
+    policy_ratio = True
 
-def whiten(values: Tensor, reduce: Reduce, magnitudes: Tensor | None = None) -> Tensor:
-    """Shifts and scales values to mean 0 and variance 1 over every rank's elements; zeros where they do not vary.
+    class Settings(ValueModelSettings):
+        """PPO's advantages and value model."""
 
-    They do not vary where their standard deviation is within ``ROUNDING`` of their magnitude: scaled to 1, that would
-    be a direction made of rounding errors.
+        gamma: Unit = Field(1.0, description="Discount per token")
+        lam: Unit = Field(0.95, description="GAE's lambda")
+        whiten_advantages: bool = Field(
+            True,
+            description="Shift and scale advantages to mean 0, variance 1 over the rollout batch's response tokens",
+        )
+        bootstrap_truncated: bool = Field(
+            False, description="Responses cut off by their length end with the value model's estimate instead of 0"
+        )
 
-    Args:
-        values: [T] fp32.
-        reduce: sums over ranks.
-        magnitudes: [T] fp32, of the numbers that each value is a difference of, which its rounding error goes by.
-            Default: the value's own.
-    """
-    wide = values.double()
-    squares = (wide if magnitudes is None else magnitudes.double()).square()
-    sums = [torch.full_like(wide.sum(), wide.numel()), wide.sum(), squares.sum()]
-    count, total, square = reduce(torch.stack(sums))
-    count = count.clamp(min=1)
-    centred = wide - total / count
-    variance = reduce(centred.square().sum()) / count
-    varies = variance > ROUNDING**2 * square / count
-    return torch.where(varies, centred * torch.rsqrt(variance + 1e-8), 0.0).to(values.dtype)
+    def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
+        """Advantages, returns and the clipped loss of PPO; the value model's loss is ``algorithms.value.value_loss``.
 
+        Advantages are whitened over the response tokens of the rollout batch on all ranks, to zeros where they vary by
+        rounding alone.
+        """
+        import torch
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """The clipped value loss of PPO, a token: half the larger squared error of the new and the clipped new value.
+        import kernels
+        from algorithms.advantages import token_rewards, whiten
+        from algorithms.normalise import by_token
+        from algorithms.rollout import Objective, every_response
+        from algorithms.value import explained_variance
 
-    Args:
-        values, old_values, returns: [T] fp32.
-        clip: new values count as at most this far from the old ones, in units of return.
-
-    Returns:
-        [T] loss, and [T] bool: where clipping decided.
-    """
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    return 0.5 * torch.maximum(plain_error, clipped_error), (clipped_error > plain_error).detach()
-
-
-def explained_variance(values: Tensor, returns: Tensor, reduce: Reduce) -> float:
-    """1 - Var(returns - values) / Var(returns), over every rank's tokens; 0 where returns vary by rounding alone."""
-    error, wide = (returns - values).double(), returns.double()
-    count, *totals = reduce(torch.stack([torch.full_like(wide.sum(), wide.numel()), error.sum(), wide.sum()]))
-    count = count.clamp(min=1)
-    error_mean, mean = (total / count for total in totals)
-    squares = reduce(torch.stack([(error - error_mean).square().sum(), (wide - mean).square().sum()]))
-    error_variance, variance = (squares / count).tolist()
-    return 1 - error_variance / variance if variance > (ROUNDING * float(mean)) ** 2 else 0.0
+        assert rollout.values is not None, "PPO needs the value model's estimates"
+        bootstrap = None
+        if settings.bootstrap_truncated:
+            assert rollout.end_values is not None
+            bootstrap = rollout.end_values.where(rollout.truncated, 0.0)
+        advantages, returns = kernels.gae(
+            token_rewards(rollout, run.kl_coef),
+            rollout.values,
+            rollout.cu_seqlens,
+            gamma=settings.gamma,
+            lam=settings.lam,
+            bootstrap=bootstrap,
+        )
+        if settings.whiten_advantages:
+            magnitudes = torch.maximum(rollout.values.abs(), returns.abs())
+            advantages = whiten(advantages, run.reduce, magnitudes)
+        return Objective(
+            units=every_response(rollout),
+            advantages=advantages,
+            returns=returns,
+            normalise=by_token,
+            loss={"loss": "clip", "ratio": "token"},
+            metrics={"value/explained_variance": explained_variance(rollout.values, returns, run.reduce)},
+        )

@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
-from algorithms.base import (
-    Objective,
-    Reduce,
-    Rollout,
-    above_first,
-    every_response,
-    global_mean,
-    group_sums,
-    kl_tokens,
-    sequence_sums,
-)
+from pydantic import Field
+
+from algorithms.base import Algorithm, Run, Section
+
+if TYPE_CHECKING:
+    from algorithms.rollout import Objective, Rollout
 
 
-def objective(rollout: Rollout, *, kl_coef: float, ratio: str, reduce: Reduce) -> Objective:
-    """A response's advantage is its return less the mean return of the other responses to its prompt.
+class RLOO(Algorithm):
+    """Advantages over the mean of the other responses to a prompt, and a KL penalty in the reward."""
 
-    The return is score - beta * sum of kl_t. With ``ratio="sequence"`` one clipped ratio serves a response, the product
-    over its tokens, and the loss is the mean over responses; with ``"token"`` the loss is the mean over tokens.
-    """
-    # In fp64: beside a large score an fp32 sum would round the penalty.
-    returns = rollout.scores.double() - kl_coef * sequence_sums(kl_tokens(rollout).double(), rollout.cu_seqlens)
-    advantages = leave_one_out(returns, rollout.group_ids)
-    return Objective(
-        units=every_response(rollout),
-        advantages=torch.repeat_interleave(advantages, rollout.lengths),
-        normalise="sequence" if ratio == "sequence" else "token",
-        loss={"loss": "clip", "ratio": ratio},
-        metrics={"rloo/zero_advantage_fraction": global_mean((advantages == 0).float(), reduce)},
-    )
+    name = "rloo"
+    kl = "reward"
+    policy_ratio = True
+    least_group = 2
 
+    class Settings(Section):
+        """RLOO's policy ratio."""
 
-def leave_one_out(returns: Tensor, group_ids: Tensor) -> Tensor:
-    """[B] fp32, each return less the mean of the others in its group; every group has at least two members.
+        ratio: Literal["sequence", "token"] = Field(
+            "sequence", description="Clip one ratio a response (its product over tokens) or one a token"
+        )
 
-    Equal returns give exactly 0, at any magnitude.
-    """
-    _, group = torch.unique_consecutive(group_ids, return_inverse=True)
-    size = torch.bincount(group)
-    above = above_first(returns, group)
-    others = (group_sums(above, group, len(size))[group] - above) / (size[group] - 1)
-    return (above - others).float()
+    def ratio(self, settings: Settings) -> Literal["token", "sequence"]:
+        return settings.ratio
+
+    def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
+        """A response's advantage is its return less the mean return of the other responses to its prompt.
+
+        The return is score - beta * sum of kl_t. With ``ratio="sequence"`` one clipped ratio serves a response, the
+        product over its tokens, and the loss is the mean over responses; with ``"token"`` the loss is the mean over
+        tokens.
+        """
+        import torch
+
+        from algorithms.advantages import leave_one_out
+        from algorithms.normalise import by_sequence, by_token
+        from algorithms.rollout import Objective, every_response, global_mean, kl_tokens, sequence_sums
+
+        # In fp64: beside a large score an fp32 sum would round the penalty.
+        penalties = run.kl_coef * sequence_sums(kl_tokens(rollout).double(), rollout.cu_seqlens)
+        advantages = leave_one_out(rollout.scores.double() - penalties, rollout.group_ids)
+        return Objective(
+            units=every_response(rollout),
+            advantages=torch.repeat_interleave(advantages, rollout.lengths),
+            normalise=by_sequence if settings.ratio == "sequence" else by_token,
+            loss={"loss": "clip", "ratio": settings.ratio},
+            metrics={"rloo/zero_advantage_fraction": global_mean((advantages == 0).float(), run.reduce)},
+        )

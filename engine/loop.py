@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from engine.config import Config
+from engine.config.numerics import old_source
 from engine.machine import devices
 from engine.machine.world import World, joined
 from engine.rollouts import experience
@@ -44,9 +45,9 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
             with run.phase("reward"):
                 samples = run.score(samples)
             behaviour = experience.behaviour_logprobs(samples)
-            old = behaviour if experience.samplers_values_serve(config) else None
+            old = behaviour if old_source(config) == "sampler" else None
             with run.phase("old"):
-                if experience.recomputes_old(config):
+                if old_source(config) == "pass":
                     old = run.trainer.logprobs(run.trainer.policy, samples)
             with run.phase("ref"):
                 ref = run.trainer.reference_logprobs(samples)
@@ -54,7 +55,7 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
                 values, end_values = run.trainer.values(samples) if run.trainer.value else (None, None)
 
             rollout = experience.rollout(samples, old, ref, values, end_values)
-            objective = experience.objective(config, rollout, run.state.kl_coef, run.world)
+            objective = experience.objective(config, rollout, run.state.kl_coef, run.world, run.state.step)
             with run.phase("train"):
                 tokens = {"old_logprobs": old, "sampler_logprobs": behaviour, "ref_logprobs": ref, "old_values": values}
                 update = run.trainer.update(
@@ -63,7 +64,7 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
                     objective,
                     step=run.state.step,
                     version=run.state.version,
-                    train_policy=config.algo != "ppo" or run.state.step >= config.ppo.value_warmup_steps,
+                    train_policy=run.state.step >= config.value_warmup_steps,
                 )
             run.state.version += 1
             run.hand_over()

@@ -4,82 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from algorithms import kl_control
-from algorithms.base import Rollout
+from algorithms.rollout import Rollout
 from engine import rewards
-from engine.config import Config, ConfigError, cli
+from engine.config import Config, cli
 from engine.launch import failures
 from engine.machine.world import World
-from engine.memory import meter, planning
-from engine.memory.budget import Side
+from engine.memory import meter
 from engine.report import records
 from engine.report.closing import closing_lines
-from engine.report.output import Output
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
-from engine.rollouts import experience
+from engine.rollouts import experience, off_policy
 from engine.rollouts.source import Source
-from engine.run_folder import checkpoints, folder
+from engine.run_folder import checkpoints, folder, in_flight
 from engine.run_folder.summary import summary
 from engine.sample import Sample
 from engine.schedules import split
-from engine.start import bootstrap, build
+from engine.start import build
+from engine.start.loaded import Loaded
 from engine.start.preflight import Inputs
-from engine.training import export, zero
+from engine.training import export, learning_rate
 from engine.training.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a training rank has before the run has a folder."""
-
-    plans: dict[Side, planning.MemoryPlan]
-    scorer: rewards.Scorer
-    path: str
-    """The policy's folder or hub name."""
-    models: build.Models
-
-    @classmethod
-    def of(cls, config: Config, inputs: Inputs, world: World) -> Start:
-        """Plans memory, loads the models and looks at what they compute. Collective.
-
-        Raises:
-            ConfigError: something does not fit, or computes something else than it should.
-        """
-        output = Output(sys.stdout) if world.main else None
-
-        def say(text: str) -> None:
-            if output:
-                output.line(text)
-
-        plans = build.memory_plans(config, world)
-        path = config.model.path or bootstrap.starting_checkpoint(config, world, say)
-        models = build.load_models(config, path, world, checkpointing=plans["train"].checkpointing, say=say)
-        if config.resume:
-            _check_base(Path(config.resume), models.digests)
-        export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")
-        return cls(plans, rewards.load(config, world, inputs.sources), path, models)
-
-
-def _check_base(run_dir: Path, digests: dict[str, str]) -> None:
-    """Raises ConfigError where a run's checkpoint was trained from other weights than those that were loaded now."""
-    checkpoint = checkpoints.newest(run_dir)
-    before = checkpoints.read(checkpoint).base_models if checkpoint else {}
-    for key, found in digests.items():
-        if before.get(key, found) != found:
-            raise ConfigError(
-                f"resume: {key} holds other weights, or another configuration, than when {run_dir} began: put the "
-                "first ones back, or start anew"
-            )
 
 
 class Session:
@@ -89,7 +42,7 @@ class Session:
         self,
         config: Config,
         inputs: Inputs,
-        start: Start,
+        loaded: Loaded,
         world: World,
         run_dir: Path,
         recorder: Recorder | None,
@@ -97,42 +50,45 @@ class Session:
         self.config, self.world, self.run_dir, self._recorder = config, world, run_dir, recorder
         self._phases: dict[str, float] = defaultdict(float)
         self.say(config.arithmetic(world.size))
-        if start.plans["train"].phases or config.generation.backend == "vllm":
-            self.say("\n".join(dict.fromkeys(one.table() for one in start.plans.values())))  # one without a GPU
+        if loaded.plans["train"].phases or config.generation.backend == "vllm":
+            self.say("\n".join(dict.fromkeys(one.table() for one in loaded.plans.values())))  # one without a GPU
         for note in inputs.notes:
             self.say(note)
-        if world.main and (room := folder.room_note(config, start.path, run_dir)):
+        if world.main and (room := folder.room_note(config, loaded.path, run_dir)):
             self.say(room)
         if world.link:
             for rank in range(config.generating_ranks):
-                world.link.send(f"start-{rank}", split.Start(str(run_dir), start.path))
-        self.scorer, self._path, self._tokenizer = start.scorer, start.path, inputs.tokenizer
+                world.link.send(f"start-{rank}", split.Start(str(run_dir), loaded.path))
+        self.scorer, self._path, self._tokenizer = loaded.scorer, loaded.path, inputs.tokenizer
         self._held_out = inputs.held_out
         self._source = Source(
             config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size
         )
-        self._turns = build.turns(config, start.path, start.models, inputs, world, start.plans, self._source, self.say)
+        self._turns = build.turns(
+            config, loaded.path, loaded.models, inputs, world, loaded.plans, self._source, self.say
+        )
         if world.device.type == "cuda":
             meter.use_growing_segments()
         self._meter = meter.Meter(world.device)
 
         ranks = world.size + config.generating_ranks
         self.state = checkpoints.OnlineTrainerState(
-            kl_coef=config.kl.coef, world_size=ranks, base_models=start.models.digests
+            kl_coef=config.kl.coef, world_size=ranks, base_models=loaded.models.digests
         )
         if config.resume and (checkpoint := checkpoints.newest(run_dir)):
             self._turns.rest()
             self._turns.take_back()
             self.state = checkpoints.load(checkpoint, self.trainer, world)
-            if jump := zero.jump(self.trainer.apply_settings(), self.state.learning_rates):
+            if jump := learning_rate.jump(self.trainer.apply_settings(), self.state.learning_rates):
                 self.note(jump)
             # Rank 0 writes the folder's configuration anew later on, perhaps before another rank has read it.
             if world.broadcast(cli.load_run(run_dir).kl != config.kl if world.main else None):
                 # New settings: what the controller had reached is of the old ones.
                 self.state.kl_coef = config.kl.coef
+            waiting = in_flight.read(checkpoint, world, self._source)
             self._turns.make_room()
             self._turns.hand_over(self.state.version)
-            self._turns.resume(checkpoints.in_flight(checkpoint, world), self.state.step, self.state.cursor)
+            self._turns.resume(waiting, self.state.step, self.state.cursor)
             self.say("\n".join([*checkpoints.torn(run_dir), f"Resumed from {checkpoint}"]))
         self._cursor = self.state.cursor
         self._sampled: list[Sample] = []
@@ -147,10 +103,10 @@ class Session:
 
         The run's folder comes to be when everything that can be wrong with its inputs has been looked at.
         """
-        start = Start.of(config, inputs, world)
+        loaded = Loaded.of(config, inputs, world)
         run_dir = folder.take(config, config_file, world)
         with folder.recording(config, world, run_dir) as recorder:
-            session = cls(config, inputs, start, world, run_dir, recorder)
+            session = cls(config, inputs, loaded, world, run_dir, recorder)
             if world.main:
                 folder.write_config(config, run_dir)
             gc.collect()
@@ -225,7 +181,7 @@ class Session:
         scored, drawn = self.world.sum(torch.tensor([rewarded, len(self._sampled)])).tolist()
         what = f"{scored} of {drawn} responses got a reward"
         if scored:
-            what += f", and no prompt has the {config.least_group} that {config.algo} compares"
+            what += f", and no prompt has the {config.algorithm.least_group} that {config.algorithm.name} compares"
         if self.state.skipped > allowed:
             raise RewardError(
                 f"step {self.state.step + 1}: nothing to train on, for {self.state.skipped} rollout batches in a row "
@@ -267,10 +223,8 @@ class Session:
         metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
         behaviour = experience.behaviour_logprobs(samples)
         assert batch.old_logprobs is not None
-        metrics |= experience.off_policy_metrics(
-            config, samples, batch.old_logprobs, behaviour, current.version - 1, world
-        )
-        if config.kl.coef and config.has_policy_ratio:
+        metrics |= off_policy.metrics(config, samples, batch.old_logprobs, behaviour, current.version - 1, world)
+        if config.kl.coef and config.algorithm.kl:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None and "kl/ref_mean" in metrics:
             current.kl_coef = kl_control.adapted(

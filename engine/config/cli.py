@@ -5,44 +5,19 @@ Every fault is one line naming the key, raised as ``ConfigError`` before anythin
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import sys
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from engine.config import Config, ConfigError, Section, yaml_file
-
-FORMS: dict[type, str] = {
-    list: "a,b or [a, b] (with quotes where a comma belongs to an item: ['a', ',b'])",
-    tuple: "a,b or [a, b]",
-    dict: "name=value,name=value or {name: value}, or one item by --KEY.name value",
-}
-"""How values of several parts are written, for messages and ``--help``."""
-ALGORITHMS = ",".join(typing.get_args(Config.model_fields["algo"].annotation))
-USAGE = f"python -m engine.run --algo {{{ALGORITHMS}}} [--config FILE.yaml] [--section.key value ...]"
-
-
-def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every leaf of the tree as (dotted key, field)."""
-    for name, field in section.model_fields.items():
-        if (inner := _section(field)) is not None:
-            yield from leaves(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
-
-
-def _section(field: FieldInfo) -> type[Section] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+from engine.config import Config, ConfigError, help_text, user_algorithm, yaml_file
+from engine.config.keys import container, form, is_item, leaves, section_of, unknown
 
 
 @dataclass
@@ -52,6 +27,11 @@ class Command:
     config: str | None = None
     """The configuration file."""
     print_config: bool = False
+    help: bool = False
+    without_value: str | None = None
+    """An option at which reading ended, for want of its value."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Text by key, as given; of a key given twice the last one holds, as in most commands."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Command]:
@@ -61,10 +41,60 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
         the configuration, and what is about the command itself.
 
     Raises:
-        ConfigError: unknown key (with a suggestion), wrong type, unreadable file.
+        ConfigError: unknown key (with a suggestion), wrong type, unreadable file, an algorithm that cannot be had.
         SystemExit: after ``--help``.
     """
-    command, given = _read_options(argv)
+    command = _read_options(argv)
+    given, tree = command.given, _file(command)
+    user_algorithm.forget()
+    kind = user_algorithm.tree_for(given.get("algo", tree.get("algo")))
+    if command.help:
+        print(help_text.of(kind), end="")
+        raise SystemExit(0)
+    known = {key for key, _ in leaves(kind)}
+    for key in [*given, *filter(None, [command.without_value])]:
+        if not (key in known or key == "config" or is_item(kind, key)):
+            raise ConfigError(unknown(kind, key))
+    if name := command.without_value:
+        raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
+    for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
+        yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
+    config = validate(tree)
+    try:
+        os.environ.update(config.env)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env: {error}") from None
+    return config, command
+
+
+def _read_options(argv: list[str]) -> Command:
+    """The options as given."""
+    command, rest = Command(), iter(argv)
+    for word in rest:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if word in ("-h", "--help"):
+            command.help = True
+            continue
+        if word == "--print-config":
+            command.print_config = True
+            continue
+        if not word.startswith("--") or not name:
+            raise ConfigError(f"'{word}' is not an option; options read --section.key value")
+        if not equals:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                command.without_value = name
+                break
+        if name == "config":
+            command.config = text
+        elif not (name == "local_rank" and "LOCAL_RANK" in os.environ):  # by DeepSpeed's launcher, once more
+            command.given[name] = text
+    return command
+
+
+def _file(command: Command) -> dict[str, Any]:
+    """The settings below those of the command line: a file's, those of the run that is resumed, or the quickstart's."""
+    given = command.given
     if command.config is not None and "resume" in given:
         raise ConfigError("resume: a run goes on with its own configuration; give --resume or --config, not both")
     if "resume" in given:
@@ -78,92 +108,39 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
     tree = yaml_file.read(command.config) if command.config else {}
     if tree.get("resume") is not None:
         raise ConfigError(f"resume: stands in {command.config}; it goes on the command line, --resume {tree['resume']}")
-    if "resume" in given:
-        tree = _without_place(tree)
-    for key, text in sorted(given.items(), key=lambda one: _is_item(one[0])):  # a mapping before its single items
-        yaml_file.assign(tree, key, text if _is_item(key) else _value(key, text))
-    config = validate(tree)
-    try:
-        os.environ.update(config.env)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"env: {error}") from None
-    return config, command
-
-
-def _read_options(argv: list[str]) -> tuple[Command, dict[str, str]]:
-    """The options as given, as text by key; of a key given twice the last one holds, as in most commands."""
-    known, command, given = {key for key, _ in leaves()}, Command(), {}
-    rest = iter(argv)
-    for word in rest:
-        name, equals, text = word.removeprefix("--").partition("=")
-        if word in ("-h", "--help"):
-            _parser().print_help()
-            raise SystemExit(0)
-        if word == "--print-config":
-            command.print_config = True
-            continue
-        if not word.startswith("--") or not name:
-            raise ConfigError(f"'{word}' is not an option; options read --section.key value")
-        handed_on = name == "local_rank" and "LOCAL_RANK" in os.environ  # by DeepSpeed's launcher, once more
-        if not (name in known or name == "config" or handed_on or _is_item(name)):
-            raise ConfigError(_unknown(name))
-        if not equals:
-            text = next(rest, "--")
-            if text.startswith("--"):
-                raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
-        if name == "config":
-            command.config = text
-        elif not handed_on:
-            given[name] = text
-    return command, given
-
-
-def _is_item(key: str) -> bool:
-    """True for one item of a mapping, such as reward.weights.model."""
-    return any(
-        key.startswith(f"{leaf}.") and key != f"{leaf}." for leaf, field in leaves() if _container(field) is dict
-    )
-
-
-def _container(field: FieldInfo) -> type | None:
-    """``list``, ``tuple`` or ``dict`` for a leaf that holds several values."""
-    origin = typing.get_origin(field.annotation)
-    return origin if origin in FORMS else None
+    return _at(tree, Path(given["resume"])) if "resume" in given else tree
 
 
 def validate(tree: Mapping[str, Any]) -> Config:
     """Turns a nested mapping into a ``Config``; raises ``ConfigError`` for the first fault in it."""
-    sections = {name for name, field in Config.model_fields.items() if _section(field)}
+    kind = user_algorithm.tree_for(tree.get("algo"))
+    sections = {name for name, field in kind.model_fields.items() if section_of(field)}
     try:
         # A section all of whose lines are commented out is null in YAML.
-        return Config.model_validate({k: {} if v is None and k in sections else v for k, v in tree.items()})
+        return kind.model_validate({k: {} if v is None and k in sections else v for k, v in tree.items()})
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            raise ConfigError(_unknown(key)) from None
+            raise ConfigError(unknown(kind, key)) from None
         if isinstance(fault["input"], Mapping) and fault["type"] == "model_type":
             raise ConfigError(f"{key} is a section; give its keys") from None
         message = fault["msg"].removeprefix("Value error, ")
-        form = _form(key)
-        raise ConfigError(f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}{form}") from None
-
-
-def _form(key: str) -> str:
-    """What to add to a message about a value of several parts, or about one of the parts."""
-    for leaf, field in leaves():
-        if (kind := _container(field)) and f"{key}.".startswith(f"{leaf}."):
-            return f"; it reads {FORMS[kind].replace('KEY', leaf)}"
-    return ""
+        said = f"{message[0].lower()}{message[1:]}{form(kind, key)}"
+        raise ConfigError(f"{key} = {fault['input']!r}: {said}") from None
 
 
 def load_run(run_dir: Path) -> Config:
     """The configuration of a run folder; its name and place are the folder's own, wherever it lies now."""
-    return validate(_without_place(yaml_file.read(str(run_dir / "config.yaml"))))
+    return validate(_at(yaml_file.read(str(run_dir / "config.yaml")), run_dir))
 
 
-def _without_place(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if key not in ("name", "output_dir")}
+def _at(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """A run's settings without its name and place, and with its own copy of a user's algorithm."""
+    here = {key: value for key, value in tree.items() if key not in ("name", "output_dir")}
+    if "algo" in here:
+        here["algo"] = user_algorithm.in_folder(here["algo"], run_dir)
+    return here
 
 
 def dump_yaml(config: Config) -> str:
@@ -173,7 +150,7 @@ def dump_yaml(config: Config) -> str:
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
     """Every leaf of a configuration as (dotted key, value)."""
-    for key, _ in leaves():
+    for key, _ in leaves(type(config)):
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)
@@ -186,68 +163,19 @@ def quickstart() -> Path:
     return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / "quickstart.yaml"
 
 
-def _parser() -> argparse.ArgumentParser:
-    """For ``--help`` alone: argparse takes -1e-3 for an option and says its errors in several lines."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.run",
-        usage=USAGE,
-        description="Trains a language model by reinforcement learning from (human) feedback.",
-        epilog="A list reads a,b or [a, b], a mapping name=value,name=value or {name: value}; one item of a mapping is "
-        "set by --reward.weights.model 0.5. Of a key given twice the last one holds.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
-    )
-    top = parser.add_argument_group("run")
-    top.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        help="configuration file; its keys are those below, nested. Default: configs/quickstart.yaml",
-    )
-    top.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print the resolved configuration and exit; what is missing in it is said on stderr",
-    )
-    groups = {"": top}
-    for key, field in leaves():
-        section = key.rpartition(".")[0]
-        if section not in groups:
-            doc = (Config.model_fields[section].annotation.__doc__ or "").strip()  # type: ignore[union-attr]
-            groups[section] = parser.add_argument_group(section, doc)
-        default = field.get_default(call_default_factory=True)
-        shown = "" if default in (None, [], {}) else f" (default: {default})"
-        groups[section].add_argument(
-            f"--{key}", metavar=_type_name(field.annotation), help=f"{field.description}{shown}".replace("%", "%%")
-        )
-    return parser
-
-
-def _type_name(annotation: Any) -> str:
-    """A short name of a leaf's type for ``--help``, or the form of its value."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return "{" + ",".join(str(a) for a in args) + "}"
-    if origin is typing.Annotated:
-        return _type_name(args[0])
-    if origin in FORMS:
-        return "NAME=VALUE,..." if origin is dict else "A,B,..."
-    if args:
-        return "|".join(_type_name(a) for a in args if a is not type(None))
-    return str(getattr(annotation, "__name__", annotation)).upper()
-
-
-def _value(key: str, text: str) -> Any:
+def _value(kind: type[Config], key: str, text: str) -> Any:
     """A command-line string as what pydantic should see: several values apart, ``null`` as none, the rest as text."""
-    field = dict(leaves())[key]
+    field = dict(leaves(kind))[key]
     if text.lower() in ("null", "none") and type(None) in typing.get_args(field.annotation):
         return None
     if typing.get_origin(field.annotation) is typing.Literal:
         return {str(choice): choice for choice in typing.get_args(field.annotation)}.get(text, text)
-    kind = _container(field)
-    if kind is None:
+    several = container(field)
+    if several is None:
         return text
-    if text.strip().startswith("{" if kind is dict else "["):
+    if text.strip().startswith("{" if several is dict else "["):
         return yaml_file.value(text, f"{key} = {text!r}")
-    if kind is not dict:
+    if several is not dict:
         return _parts(text) if text else []
     pairs = [part.partition("=") for part in _parts(text)] if text else []
     if all(name.strip() and equals for name, equals, _ in pairs):
@@ -258,21 +186,3 @@ def _value(key: str, text: str) -> Any:
 def _parts(text: str) -> list[str]:
     """Items between commas; one item alone is taken as it is, blanks included, as it may be a token."""
     return [part.strip() for part in text.split(",")] if "," in text else [text]
-
-
-def _unknown(key: str) -> str:
-    """One line for a key that does not exist, with the nearest ones that do, those of its own section first."""
-    section, _, leaf = key.rpartition(".")
-    known = {name: name.rpartition(".") for name, _ in leaves()}
-    near = [name for name, (_, _, last) in known.items() if _means(leaf, last)]
-    near.sort(key=lambda name: (known[name][0] != section, known[name][2] != leaf))
-    near = near or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
-    near = near or [n for n in known if difflib.SequenceMatcher(None, leaf, known[n][2]).ratio() > 0.75]
-    hint = f"did you mean {' or '.join(near[:2])}?" if near else "--help lists all keys"
-    return f"unknown key '{key}'; {hint}"
-
-
-def _means(short: str, name: str) -> bool:
-    """True for a name itself, its words' initials (lr for learning_rate), and a part of it that begins at a word."""
-    initials = "".join(word[0] for word in name.split("_"))
-    return short == name or (len(short) > 1 and (short == initials or f"_{short}" in f"_{name}"))

@@ -294,7 +294,7 @@ def _policy_shape(config: Config) -> ModelShape:
 def _trained(config: Config, policy: ModelShape) -> dict[str, tuple[ModelShape, int]]:
     """Shape and parameters of the trained models."""
     models = {"policy": (policy, policy.policy)}
-    if config.algo == "ppo":
+    if config.algorithm.value_model:
         path = config.model.value_path
         shape = model_shape.read("model.value_path", path) if path else policy
         models["value"] = (shape, shape.value)

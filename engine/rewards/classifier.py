@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError, Data
 from engine.data import templates
-from engine.data.prompts import Prompt, load_tokenizer, stop_token_ids
+from engine.data.prompts import Prompt, load_tokenizer
+from engine.data.stop_tokens import stop_token_ids
 from engine.models import model_folder
 from engine.rewards import checkpoint
 from engine.sample import Sample

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from types import ModuleType
 from typing import Any
 
-from engine.config import ConfigError
+from engine.config import ConfigError, user_code
 from engine.machine.deadline import Limit
-from engine.rewards import user_code
 from engine.rewards.answers import RewardError, Scores, check_columns, checked, prompts_and_columns
 from engine.sample import Sample
 
@@ -27,50 +22,15 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         ConfigError: the module, file or function cannot be had; names the file, and the line where it failed.
     """
-    place, _, name = spec.rpartition(":")
-    key = f"reward.function '{spec}'"
-    try:
-        module = user_code.load(place) if place.endswith(".py") else importlib.import_module(place)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a file may well call sys.exit where it is meant to be run by itself
-        what = " ".join(traceback.format_exception_only(error)[-1].split())
-        raise ConfigError(f"{key} cannot be imported: {_place(error)}{what}") from error
-    try:
-        function = getattr(module, name)
-    except AttributeError:
-        raise ConfigError(f"{key}: {place} has no '{name}'{_others(module, name)}") from None
+    module, function = user_code.load("reward.function", spec, inspect.isroutine)
     if inspect.isclass(function):
-        raise ConfigError(f"{key} is a class: name a function, or an object of the class that can be called")
+        raise ConfigError(
+            f"reward.function '{spec}' is a class: name a function, or an object of the class that can be called"
+        )
     if not callable(function):
-        raise ConfigError(f"{key} is not callable but {_a(type(function).__name__)}{_others(module, name)}")
+        instead = user_code.others(module, spec.rpartition(":")[2], inspect.isroutine)
+        raise ConfigError(f"reward.function '{spec}' is not callable but {_a(type(function).__name__)}{instead}")
     return function  # type: ignore[no-any-return]
-
-
-def _place(error: BaseException) -> str:
-    """Where in the user's files an import failed."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno}: "
-    frames = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith("<")
-    ]
-    ours = {__file__, user_code.__file__, importlib.__file__}
-    mine = [(file, line) for file, line in frames if file not in ours]
-    return f"{mine[-1][0]}, line {mine[-1][1]}: " if mine else ""
-
-
-def _others(module: ModuleType, name: str) -> str:
-    """What the module has instead: the nearest name, or all."""
-    names = [
-        other
-        for other, value in vars(module).items()
-        if inspect.isroutine(value) and not other.startswith("_") and value.__module__ == module.__name__
-    ]
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f"; did you mean '{near[0]}'?"
-    return f"; it has {', '.join(names[:8])}" if names else ""
 
 
 def _a(noun: str) -> str:

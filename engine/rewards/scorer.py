@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from algorithms.base import Reduce, global_mean
+from algorithms.rollout import Reduce, global_mean
 from engine.config import Config
 from engine.data.prompts import Prompt
 from engine.machine.world import World

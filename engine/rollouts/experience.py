@@ -8,56 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from algorithms import bok, grpo, online_dpo, ppo, rloo
-from algorithms.base import Objective, Rollout, every_response, global_mean, kl_tokens, sequence_sums
+from algorithms.base import Run
+from algorithms.normalise import by_token
+from algorithms.rollout import Objective, Rollout, every_response, global_mean, kl_tokens, sequence_sums
 from engine.config import Config
 from engine.machine.world import World
+from engine.rollouts import off_policy
 from engine.sample import Sample
-from kernels.coefficients import LOG_RATIO_LIMIT
-
-
-def same_numerics(config: Config) -> bool:
-    """True where sampler and trainer compute the same numbers up to fp32 rounding."""
-    return config.generation.backend == "hf" and config.model.dtype == "float32"
-
-
-def samplers_values_serve(config: Config) -> bool:
-    """True where *old* is what the sampler gave.
-
-    With one optimizer step, the same numerics and fresh samples these are the trainer's. Losses without a ratio use
-    *old* in metrics only.
-    """
-    fresh = same_numerics(config) and config.schedule.staleness == 0
-    return not config.has_policy_ratio or (fresh and _single_step(config))
-
-
-def recomputes_old(config: Config) -> bool:
-    """True where the trainer computes *old* in a pass of its own, before the update.
-
-    Otherwise, where the sampler's values do not serve, the passes of an update's only optimizer step give them, as
-    long as no reward is made of them.
-    """
-    in_rewards = config.algo in ("ppo", "rloo") and config.has_reference
-    return not samplers_values_serve(config) and (in_rewards or not _single_step(config))
-
-
-def _single_step(config: Config) -> bool:
-    return config.train.epochs_per_batch * config.train.minibatches_per_batch == 1
-
-
-def corrects(config: Config) -> bool:
-    """True where tokens carry truncated importance weights min(exp(old - behaviour), cap)."""
-    if not config.has_policy_ratio:
-        return False
-    chosen = config.off_policy.correction
-    return not same_numerics(config) or config.schedule.staleness > 0 if chosen is None else chosen
 
 
 def usable(samples: Sequence[Sample], config: Config) -> list[Sample]:
     """The samples that a reward was found for, of groups with as many of them as the algorithm compares."""
     scored = [sample for sample in samples if sample.reward is not None]
     members = Counter(sample.group_id for sample in scored)
-    return [sample for sample in scored if members[sample.group_id] >= config.least_group]
+    return [sample for sample in scored if members[sample.group_id] >= config.algorithm.least_group]
 
 
 def behaviour_logprobs(samples: Sequence[Sample]) -> Tensor:
@@ -83,71 +47,53 @@ def rollout(
     )
 
 
-def objective(config: Config, rollout: Rollout, kl_coef: float, world: World) -> Objective:
+def objective(config: Config, rollout: Rollout, kl_coef: float, world: World, step: int = 0) -> Objective:
     """The algorithm's objective on a rollout batch, with the off-policy correction where the run has one.
 
     Where no rank has a response there is nothing to train on and nothing to measure.
+
+    Args:
+        kl_coef: current coefficient of the KL penalty, per nat.
+        step: rollout batches trained on before this one.
     """
     if not world.max(len(rollout.scores)):
-        return Objective(units=every_response(rollout), normalise="token", loss={})
-    if config.algo == "ppo":
-        result = ppo.objective(
-            rollout,
-            kl_coef=kl_coef,
-            gamma=config.ppo.gamma,
-            lam=config.ppo.lam,
-            whiten_advantages=config.ppo.whiten_advantages,
-            bootstrap_truncated=config.ppo.bootstrap_truncated,
-            reduce=world.sum,
-        )
-    elif config.algo == "grpo":
-        result = grpo.objective(
-            rollout,
-            kl_coef=kl_coef,
-            kl_estimator=config.kl.estimator or "k3",
-            scale=config.grpo.scale_advantages,
-            mean=config.grpo.mean,
-            reduce=world.sum,
-        )
-    elif config.algo == "rloo":
-        result = rloo.objective(rollout, kl_coef=kl_coef, ratio=config.rloo.ratio, reduce=world.sum)
-    elif config.algo == "online_dpo":
-        result = online_dpo.objective(rollout, **config.dpo.model_dump(), reduce=world.sum)
-    else:
-        result = bok.objective(rollout, reduce=world.sum)
-    if corrects(config):
+        return Objective(units=every_response(rollout), normalise=by_token, loss={})
+
+    def gather(vector: Tensor) -> tuple[Tensor, slice]:
+        parts = world.gather(vector)
+        first = sum(len(part) for part in parts[: world.rank])
+        return torch.cat(parts), slice(first, first + len(vector))
+
+    run = Run(
+        step=step,
+        kl_coef=kl_coef,
+        kl_estimator=config.kl.estimator or config.algorithm.kl_estimator,
+        max_response_tokens=config.rollout.max_response_tokens,
+        reduce=world.sum,
+        gather=gather,
+    )
+    result = config.algorithm.objective(rollout, config.algorithm_settings, run)
+    if fault := _fault(config, rollout, result):
+        raise ValueError(f"{config.algorithm.name}: the objective {fault}")
+    if off_policy.corrects(config):
         result.loss["is_cap"] = config.off_policy.cap
     return result
 
 
-def off_policy_metrics(
-    config: Config, samples: Sequence[Sample], old: Tensor, behaviour: Tensor, version: int, world: World
-) -> dict[str, float]:
-    """How old the samples are, and the importance weights that the loss gives them.
-
-    The weights are those before ``off_policy.cap``: one a token or, with RLOO's sequence ratio, one a response. A loss
-    that is not corrected has none of them, and neither has a batch of which no rank has a response.
-
-    Args:
-        old, behaviour: [T] fp32, nats.
-        version: updates the policy has seen.
-    """
-    if not world.max(len(samples)):
-        return {}
-    age = torch.tensor([float(version - sample.policy_version) for sample in samples])
-    staleness = {"off_policy/staleness": global_mean(age, world.sum)}
-    if not corrects(config):
-        return staleness
-    log_ratio = old - behaviour
-    if config.algo == "rloo" and config.rloo.ratio == "sequence":
-        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
-        log_ratio = sequence_sums(log_ratio, lengths.cumsum(0))
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return staleness | {
-        "off_policy/ratio_mean": global_mean(ratio, world.sum),
-        "off_policy/ratio_max": world.max(max(ratio.tolist(), default=0.0)),
-        "off_policy/capped_fraction": global_mean((ratio > config.off_policy.cap).float(), world.sum),
-    }
+def _fault(config: Config, rollout: Rollout, objective: Objective) -> str | None:
+    """Where an objective wants what its algorithm's record does not say, so that the engine has not provided it."""
+    record, loss = config.algorithm, objective.loss
+    if objective.compares_pairs != (record.rows == "pair"):
+        return f"has units of {objective.units.shape[1]} responses, and its record says rows = {record.rows!r}"
+    if (objective.returns is not None) != record.value_model:
+        return f"must have returns if there is a value model, and its record says value_model = {record.value_model}"
+    if loss.get("kl_coef") and rollout.ref_logprobs is None:
+        return "has a KL term, and there is no reference: its record must say kl = 'loss' or reference = True"
+    if loss.get("loss") == "clip" and not record.policy_ratio:
+        return "has a policy ratio: its record must say policy_ratio = True"
+    if "ratio" in loss and loss["ratio"] != (by_record := record.ratio(config.algorithm_settings)):
+        return f"has a {loss['ratio']} ratio, and its method ratio says {by_record!r}"
+    return None
 
 
 def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified: bool) -> dict[str, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
-from engine.data.prompts import Prompt, PromptStream, stop_token_ids
+from engine.data.prompts import Prompt, PromptStream
+from engine.data.stop_tokens import stop_token_ids
 from engine.generation.base import Generator, Sampling
 from engine.rollouts import responses
 from engine.sample import Sample
@@ -24,6 +25,8 @@ class Batch:
     step: int
     """Which one, counted from 0: it is trained on in this step."""
     samples: list[Sample]
+    first: int
+    """Prompts taken from the stream before it."""
     cursor: int
     """Prompts taken from the stream up to its end."""
     seconds: float
@@ -76,7 +79,11 @@ class Source:
             seed=self._config.seed,
             step=step,
         )
-        return Batch(step, samples, self._stream.cursor, time.perf_counter() - started)
+        return Batch(step, samples, cursor, self._stream.cursor, time.perf_counter() - started)
+
+    def columns(self, position: int) -> dict[str, Any]:
+        """The data set's row of a prompt of the stream, by how many come before it."""
+        return self._stream.at(position).columns
 
     def held_out(self, generator: Generator) -> list[Sample]:
         """This rank's share of the responses to the held-out prompts: the same random numbers every time."""

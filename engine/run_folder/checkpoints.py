@@ -9,7 +9,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.machine import disk
 from engine.report import records
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from engine.training.trainer import Trainer
 
 STATE = "state.json"
+FORMAT = 2
+"""Of a checkpoint's files; one of another form is not read. 1 had the batches in flight by their classes' paths."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ def torn(run_dir: Path) -> list[str]:
 def read(checkpoint: Path) -> OnlineTrainerState:
     """The state in a checkpoint that ``newest`` found; imports no torch."""
     found = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return OnlineTrainerState(**{key: value for key, value in found.items() if key != "files"})
+    return OnlineTrainerState(**{key: value for key, value in found.items() if key not in ("files", "format")})
 
 
 def _named(run_dir: Path) -> list[Path]:
@@ -97,6 +99,8 @@ def _fault(checkpoint: Path) -> str:
         return f"its {STATE} is torn"
     if not isinstance(found, dict) or not isinstance(files := found.pop("files", None), dict):
         return f"its {STATE} lists no files, as another version of Tandem wrote it"
+    if found.pop("format", 1) != FORMAT:
+        return f"its {STATE} was written by another version of Tandem, in a form that this one does not read"
     known = {one.name for one in fields(OnlineTrainerState)}
     if different := sorted(known ^ found.keys()):
         return f"its {STATE} was written by another version of Tandem: {different[0]} is in one of both"
@@ -143,6 +147,8 @@ def save(
 def _write(partial: Path, state: OnlineTrainerState, trainer: Trainer, waiting: Sequence[Batch], world: World) -> None:
     import torch
 
+    from engine.run_folder import in_flight
+
     if world.main:
         disk.clear(partial)  # of a run that was killed while it wrote
         partial.mkdir(parents=True)
@@ -151,20 +157,22 @@ def _write(partial: Path, state: OnlineTrainerState, trainer: Trainer, waiting: 
         # What LoRA leaves frozen is in the model's own folder.
         engine.save_checkpoint(str(partial), tag=name, save_latest=False, exclude_frozen_parameters=True)
     torch.save(_random_state(), partial / f"random-{world.rank}.pt")
-    torch.save(list(waiting), partial / f"in-flight-{world.rank}.pt")
+    in_flight.write(partial, waiting, world)
     world.barrier()
     if world.main:
         files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
-        text = json.dumps(asdict(state) | {"files": files}, indent=1)
+        text = json.dumps(asdict(state) | {"format": FORMAT, "files": files}, indent=1)
         records.write_atomically(partial / STATE, text)
 
 
 def _remove_part(partial: Path, world: World) -> None:
     """Rank 0 removes the whole folder; another one its own files, so that there is room to say what happened."""
+    from engine.run_folder import in_flight
+
     if world.main:
         disk.remove(partial)
         return
-    for pattern in (f"random-{world.rank}.pt", f"in-flight-{world.rank}.pt", f"*pp_rank_{world.rank}_*"):
+    for pattern in (f"random-{world.rank}.pt", in_flight.name(world.rank), f"*pp_rank_{world.rank}_*"):
         for path in [] if partial.is_symlink() else partial.rglob(pattern):
             disk.empty(path)
             path.unlink()
@@ -187,16 +195,8 @@ def load(checkpoint: Path, trainer: Trainer, world: World) -> OnlineTrainerState
         path, _ = engine.load_checkpoint(str(checkpoint), tag=name, load_module_strict=whole)
         if path is None:
             raise FileNotFoundError(f"{checkpoint} holds no '{name}'")
-    _restore_random(torch.load(checkpoint / f"random-{world.rank}.pt", weights_only=False))
+    _restore_random(torch.load(checkpoint / f"random-{world.rank}.pt", weights_only=True))
     return read(checkpoint)
-
-
-def in_flight(checkpoint: Path, world: World) -> list[Batch]:
-    """This rank's batches that were sampled and not yet trained on."""
-    import torch
-
-    batches: list[Batch] = torch.load(checkpoint / f"in-flight-{world.rank}.pt", weights_only=False)
-    return batches
 
 
 def _random_state() -> dict[str, object]:
@@ -205,9 +205,11 @@ def _random_state() -> dict[str, object]:
     import numpy as np
     import torch
 
+    legacy: Any = np.random.get_state()
+    kind, keys, *rest = legacy
     state: dict[str, object] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -222,7 +224,8 @@ def _restore_random(state: dict) -> None:
     import torch
 
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

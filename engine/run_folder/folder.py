@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Config, ConfigError, cli
+from engine.config import Config, ConfigError, cli, user_algorithm
 from engine.launch import failures, launcher
 from engine.machine import deadline, disk
 from engine.memory import footprint, model_shape
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OWN = (
     records.CONFIG, records.METRICS, records.SAMPLES, records.SUMMARY, records.CRASH, records.REPORT,
-    records.TENSORBOARD, "checkpoints", "model", "best", "partial-model", "partial-best",
+    records.TENSORBOARD, user_algorithm.COPY, "checkpoints", "model", "best", "partial-model", "partial-best",
 )  # fmt: skip
 """What a run makes in its folder; anything else there is somebody's own."""
 
@@ -44,12 +44,14 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         return
     launcher.tell_folder(run_dir)
     if not config.resume:
+        with disk.writing(run_dir / user_algorithm.COPY):
+            user_algorithm.keep(config, run_dir)
         write_config(config, run_dir)
     checkpoint = checkpoints.newest(run_dir) if config.resume else None
     recorder = Recorder(
         run_dir,
         header={
-            "algo": config.algo,
+            "algo": config.algorithm.name,
             "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
             "data": config.data.task or config.data.path,
             "seed": config.seed,
@@ -79,7 +81,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
 
 def write_config(config: Config, run_dir: Path) -> None:
     """The resolved configuration, which ``--resume`` starts from; the run's own name and place in it."""
-    resolved = config.model_copy(update={"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None})
+    place = {"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None}
+    resolved = config.model_copy(update=place | {"algo": user_algorithm.in_folder(config.algo, run_dir)})
     with disk.writing(run_dir / records.CONFIG):
         records.write_atomically(run_dir / records.CONFIG, cli.dump_yaml(resolved))
 
@@ -148,7 +151,7 @@ def locate(config: Config, config_file: str | None) -> Path:
         failures.clear(folder)
         return folder
     stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
-    name = f"{config.algo}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{config.algorithm.name}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")
         if _make(folder):
@@ -201,7 +204,7 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     item = footprint.item_bytes(config)
     states = 8 if item == 4 and config.train.zero_stage == 0 else 12
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
-    trained = (adapters or policy.policy) + (value.value if config.algo == "ppo" else 0)
+    trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)
     checkpoint, export = trained * (item + states), policy.policy * item
     count = config.save.keep + 2
     needed = count * checkpoint + 2 * export

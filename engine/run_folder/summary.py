@@ -42,7 +42,7 @@ def summary(config: Config, state: OnlineTrainerState, after: float | None, peak
     """
     kind = "accuracy" if config.has_verifier else "reward"
     return {
-        "algo": config.algo,
+        "algo": config.algorithm.name,
         "seed": config.seed,
         "steps": state.step,
         "episodes": state.episode,

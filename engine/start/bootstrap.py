@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from algorithms.base import Objective
+from algorithms.base import Algorithm, Run
+from algorithms.rollout import Objective, Rollout, every_response, likelihood
 from engine.config import Config
+from engine.config.learning import Train
+from engine.config.schema import config_with
 from engine.generation.base import Sampling
 from engine.generation.hf import HFGenerator
 from engine.machine.world import World
-from engine.rollouts import responses
+from engine.rollouts import experience, responses
 from engine.sample import Sample
 from engine.tasks import addition
 from engine.training import export, models, weights
@@ -84,8 +87,8 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
             )
             for i, row in enumerate(rows)
         ]
-        every = torch.arange(len(batch))[:, None]
-        objective = Objective(every, normalise="token", loss={"loss": "likelihood"})
+        rollout = experience.rollout(batch, None, None, None, None)
+        objective = experience.objective(trainer.config, rollout, 0.0, world, step)
         trainer.update(batch, {}, objective, step=step, version=0)
         if step % (CHECK_EVERY if accuracy < RISING_AT else 2) == 0:
             accuracy = _accuracy(trainer, generator, tokenizer, stops, step)
@@ -127,11 +130,19 @@ def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: t
     return sum(right) / len(right)
 
 
+class Supervised(Algorithm):
+    """Maximum likelihood of given answers; no sampler, value model or old policy has part in it."""
+
+    name = "supervised"
+    batches = "rows"
+
+    def objective(self, rollout: Rollout, settings: None, run: Run) -> Objective:
+        return likelihood(every_response(rollout), {})
+
+
 def _supervised(config: Config) -> Config:
-    """The run's configuration with the supervised phase's own training settings."""
-    supervised = config.model_copy(deep=True)
-    supervised.algo = "bok"  # a likelihood, as here: no schedule of sampling, value model or old policy has part in it
-    supervised.train = type(config.train)(
+    """The supervised phase's own settings, with the run's seed and kernels."""
+    train = Train(
         steps=MAX_STEPS,
         learning_rate=LEARNING_RATE,
         warmup_steps=WARMUP_STEPS,
@@ -140,7 +151,4 @@ def _supervised(config: Config) -> Config:
         workspace_gib=config.train.workspace_gib,
         kernel_backend=config.train.kernel_backend,
     )
-    supervised.model = type(config.model)()
-    supervised.generation = type(config.generation)()
-    supervised.schedule = type(config.schedule)()
-    return supervised
+    return config_with(Supervised.name, Supervised())(algo=Supervised.name, seed=config.seed, train=train)

@@ -84,7 +84,7 @@ def load_models(config: Config, path: str, world: World, *, checkpointing: bool,
             if other:
                 digests["model.reference_path"] = _digest(reference.model, world)
         value = None
-        if config.algo == "ppo":
+        if config.algorithm.value_model:
             value_path = config.model.value_path or path
             value, new_head = models.load_value(value_path, checkpointing, dtype, check("model.value_path", value_path))
             if new_head:

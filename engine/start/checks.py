@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
 
 
@@ -44,36 +43,37 @@ def check(config: Config, world_size: int, device_type: str) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
+    name = config.algorithm.name
+    if config.algorithm.batches != "sampler":
+        raise ConfigError(f"{name} learns from the rows of a data set, and a run can only give it sampled responses")
     if config.kl.target is not None and config.kl.coef == 0:
         raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
-    if config.kl.target is not None and not config.has_policy_ratio:
-        raise ConfigError(f"kl.target steers the KL penalty, and {config.algo} has none: leave it out")
+    if config.kl.target is not None and config.algorithm.kl is None:
+        raise ConfigError(f"kl.target steers the KL penalty, and {name} has none: leave it out")
     if config.eval.samples_per_prompt > 1 and config.eval.temperature == 0:
         raise ConfigError(
             "eval.samples_per_prompt above 1 needs an eval.temperature above 0: greedy responses are all the same"
         )
-    if config.off_policy.correction is False and config.schedule.staleness > 0 and config.has_policy_ratio:
+    if config.off_policy.correction is False and config.schedule.staleness > 0 and config.algorithm.policy_ratio:
         raise ConfigError("off_policy.correction cannot be off with schedule.staleness > 0")
-    if config.off_policy.correction and not config.has_policy_ratio:
+    if config.off_policy.correction and not config.algorithm.policy_ratio:
         raise ConfigError(
-            f"off_policy.correction weighs a policy ratio, and {config.algo} has none: it learns from samples of any "
+            f"off_policy.correction weighs a policy ratio, and {name} has none: it learns from samples of any "
             "policy as they are; leave it out"
         )
-    if config.rollout.samples_per_prompt < config.least_group:
+    if config.rollout.samples_per_prompt < config.algorithm.least_group:
         raise ConfigError(
-            f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but {config.algo} compares a response "
-            f"with the others to its prompt: it needs at least {config.least_group}"
+            f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but {name} compares a response "
+            f"with the others to its prompt: it needs at least {config.algorithm.least_group}"
         )
-    if config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
-        raise ConfigError(f"dpo.label_smoothing goes with dpo.loss sigmoid, not {config.dpo.loss}: leave it out")
-    if config.algo != "grpo" and config.kl.estimator not in (None, "k1"):
+    if fault := config.algorithm.fault(config.algorithm_settings):
+        raise ConfigError(fault)
+    if config.algorithm.kl != "loss" and config.kl.estimator not in (None, "k1"):
+        place = "has the KL in its reward" if config.algorithm.kl else "has none"
+        raise ConfigError(f"kl.estimator {config.kl.estimator} belongs into a loss, but {name} {place}: leave it out")
+    if config.value_warmup_steps >= config.train.steps:
         raise ConfigError(
-            f"kl.estimator {config.kl.estimator} belongs into a loss, but {config.algo} has the KL in its reward: "
-            "leave it out"
-        )
-    if config.algo == "ppo" and config.ppo.value_warmup_steps >= config.train.steps:
-        raise ConfigError(
-            f"ppo.value_warmup_steps ({config.ppo.value_warmup_steps}) leaves none of train.steps "
+            f"{config.algorithm.section}.value_warmup_steps ({config.value_warmup_steps}) leaves none of train.steps "
             f"({config.train.steps}) to train the policy"
         )
 
@@ -166,7 +166,7 @@ def _check_sources(config: Config) -> None:
     if reward.url is not None and not reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url '{reward.url}' must start with http:// or https://")
     if reward.function is not None:
-        _check_function(reward.function)
+        user_code.check("reward.function", reward.function, "function")
     for key, path in (
         ("model.path", config.model.path),
         ("model.value_path", config.model.value_path),
@@ -175,23 +175,6 @@ def _check_sources(config: Config) -> None:
     ):
         if path is not None and path.startswith((".", "/")):
             _must_exist(key, path)
-
-
-def _check_function(function: str) -> None:
-    module, _, name = function.rpartition(":")
-    if not module or not name:
-        raise ConfigError(f"reward.function '{function}' must read 'module:function' or 'file.py:function'")
-    if module.endswith(".py"):
-        _must_exist("reward.function", module)
-        return
-    try:
-        found = importlib.util.find_spec(module.split(".")[0])
-    except ValueError:  # no name of a module
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"reward.function '{function}': there is no module '{module}' to import; a file is named with its .py"
-        )
 
 
 def _check_batches(config: Config, world_size: int) -> None:
@@ -207,7 +190,7 @@ def _check_batches(config: Config, world_size: int) -> None:
             f"split into {train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on "
             f"{world_size} rank(s)"
         )
-    together = 2 if config.algo == "online_dpo" else 1
+    together = 2 if config.algorithm.rows == "pair" else 1
     longest = together * (rollout.max_prompt_tokens + rollout.max_response_tokens)
     if train.tokens_per_microbatch < longest:
         raise ConfigError(

@@ -66,7 +66,7 @@ def _model_configs(config: Config) -> dict[str, tuple[str, PreTrainedConfig]]:
     model = config.model
     paths = {
         "model.path": model.path,
-        "model.value_path": model.value_path if config.algo == "ppo" else None,
+        "model.value_path": model.value_path if config.algorithm.value_model else None,
         "model.reference_path": model.reference_path if config.has_reference else None,
     }
     found = {key: (path, model_folder.read_config(key, path)) for key, path in paths.items() if path is not None}

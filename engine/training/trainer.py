@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from algorithms import ppo
-from algorithms.base import Objective
+from algorithms.rollout import Objective
 from engine.config import Config
+from engine.config.numerics import old_source
 from engine.machine.world import World
-from engine.rollouts import experience
 from engine.sample import Sample
-from engine.training import liger, lora, models, residual, zero
+from engine.training import learning_rate, liger, lora, models, residual, zero
 from engine.training.averages import Averages
+from engine.training.backward import policy_pass, value_pass
 from engine.training.gap import Gap
+from engine.training.minibatch import minibatches
 from engine.training.offload import HostStates
 from engine.training.packing import Microbatch, microbatches
 from engine.training.token_store import TokenStore
@@ -55,11 +55,13 @@ class Trainer:
         for network in networks:
             if network is not None and world.device.type == "cuda" and liger.patch(network.model):
                 residual.patch(network.model)
-        steps, value_rate = config.optimizer_steps, config.ppo.value_learning_rate
+        steps, value_settings = config.optimizer_steps, config.value_settings
         self.last_rates: dict[str, float] = {}
         """Learning rate of each model's last planned optimizer step."""
         self._rates = {"policy": config.train.learning_rate}
-        self._rates["value"] = self._rates["policy"] if value_rate is None else value_rate
+        if value_settings:
+            own = value_settings.value_learning_rate
+            self._rates["value"] = config.train.learning_rate if own is None else own
         self.policy = zero.build(
             policy, config, learning_rate=self._rates["policy"], total_steps=config.policy_optimizer_steps
         )
@@ -104,14 +106,15 @@ class Trainer:
         for states in self._states:
             states.reload()
 
-    def apply_settings(self) -> dict[str, zero.Rates]:
+    def apply_settings(self) -> dict[str, learning_rate.Rates]:
         """Puts the configuration's learning rates and optimizer settings in place of a loaded checkpoint's.
 
         Returns:
             for each model, what that makes of the next learning rate.
         """
         return {
-            name: zero.apply_settings(engine, self.config, self._rates[name]) for name, engine in self.engines.items()
+            name: learning_rate.apply_settings(engine, self.config, self._rates[name])
+            for name, engine in self.engines.items()
         }
 
     def logprobs(self, engine: DeepSpeedEngine, samples: Sequence[Sample], temperature: float | None = None) -> Tensor:
@@ -189,13 +192,12 @@ class Trainer:
             WeightsDisagreeError: before the first step, the trainer's log-probabilities of the samples are further from
                 the sampler's than ``generation.max_logprob_gap``.
         """
-        train, averages = self.config.train, Averages(self.world)
-        store = TokenStore(samples)
+        averages, store = Averages(self.world), TokenStore(samples)
         sampler, old = tokens.get("sampler_logprobs"), tokens.get("old_logprobs")
         ages = [version - sample.policy_version for sample in samples]
         if self.world.max(max(ages, default=-1)) != 0:  # some are older, or no rank has any
             sampler = None
-        recomputed = experience.recomputes_old(self.config)
+        recomputed = old_source(self.config) == "pass"
         assert old is not None or not recomputed, "several optimizer steps, or rewards, need the old policy's values"
         if sampler is not None and old is not None and recomputed:
             self._check_gap(sampler, old, samples, step, averages)
@@ -208,128 +210,40 @@ class Trainer:
         trained = {name: engine for name, engine in self.engines.items() if train_policy or name != "policy"}
         for engine in self.engines.values():
             engine.train()
-        for epoch in range(train.epochs_per_batch):
-            order = list(range(len(objective.units)))
-            random.Random(f"{self.config.seed}/{step}/{epoch}/{self.world.rank}").shuffle(order)
-            for number in range(train.minibatches_per_batch):
-                share = slice(*(len(order) * (number + i) // train.minibatches_per_batch for i in (0, 1)))
-                units = objective.units[order[share]]
-                batches = microbatches(samples, units, train.tokens_per_microbatch, self.world)
-                weights = self._normalised(batches, objective.normalise)
-                if weights is None:
-                    for name, engine in trained.items():
-                        self._note_rate(engine, name, averages)
-                        zero.advance(engine)
-                    continue
-                losses, seen = [], []
-                for batch, weight in zip(batches, weights, strict=True):
-                    row = {name: store.take(vector, batch) for name, vector in tokens.items()}
-                    if train_policy:
-                        loss, logprobs = self._policy_backward(batch, weight, row, objective, averages)
-                        losses.append(loss)
-                    elif unfilled is not None:
-                        with torch.no_grad():
-                            logprobs = self.policy(batch, **self._head_options)
-                    if unfilled is not None and batch.counts:
-                        seen.append((batch, logprobs.detach()))
-                    if self.value is not None:
-                        self._value_backward(batch, weight, row, averages)
-                if unfilled is not None:
-                    for batch, logprobs in seen:
-                        store.put(unfilled, batch, logprobs.cpu())
-                    if sampler is not None:
-                        rows = store.rows(units.flatten().tolist())
-                        self._check_gap(sampler[rows], unfilled[rows], samples, step, averages)
-                    unfilled = None
-                if train_policy:
-                    averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
+        for minibatch in minibatches(self.config, samples, objective, step, self.world):
+            if minibatch.weights is None:
                 for name, engine in trained.items():
-                    self._step(engine, name, averages)
+                    self._note_rate(engine, name, averages)
+                    learning_rate.advance(engine)
+                continue
+            losses, seen = [], []
+            for batch, weight in zip(minibatch.batches, minibatch.weights, strict=True):
+                row = {name: store.take(vector, batch) for name, vector in tokens.items()}
+                if train_policy:
+                    loss, logprobs = policy_pass(
+                        self.policy, batch, weight, row, objective, self.config.train, self._head_options, averages
+                    )
+                    losses.append(loss)
+                elif unfilled is not None:
+                    with torch.no_grad():
+                        logprobs = self.policy(batch, **self._head_options)
+                if unfilled is not None and batch.counts:
+                    seen.append((batch, logprobs.detach()))
+                if self.value is not None:
+                    assert self.config.value_settings is not None
+                    value_pass(self.value, batch, weight, row, self.config.value_settings, averages)
+            if unfilled is not None:
+                for batch, logprobs in seen:
+                    store.put(unfilled, batch, logprobs.cpu())
+                if sampler is not None:
+                    rows = store.rows(minibatch.units.flatten().tolist())
+                    self._check_gap(sampler[rows], unfilled[rows], samples, step, averages)
+                unfilled = None
+            if train_policy:
+                averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
+            for name, engine in trained.items():
+                self._step(engine, name, averages)
         return Update(averages.means(), own if old is None else None)
-
-    def _normalised(self, batches: Sequence[Microbatch], normalise: str) -> list[Tensor] | None:
-        """Weights of each microbatch's tokens or pairs: one over the global count of its minibatch; None if that is 0.
-
-        They are multiplied by the number of ranks because DeepSpeed averages gradients over ranks.
-        """
-        weights = []
-        for batch in batches:
-            lengths = batch.cu_seqlens.diff().to(batch.rows.device)
-            if normalise == "pair":
-                weight = lengths.new_ones(len(lengths) // 2, dtype=torch.float32)
-            elif normalise == "sequence":
-                weight = torch.repeat_interleave(1.0 / lengths, lengths)
-            else:
-                weight = lengths.new_ones(len(batch.rows), dtype=torch.float32)
-            weights.append(weight * batch.counts)
-        counts = [weight.double().sum() for weight in weights]
-        count = float(self.world.sum(torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64)))
-        return [(weight * (self.world.size / count)).float() for weight in weights] if count else None
-
-    def _policy_backward(
-        self,
-        batch: Microbatch,
-        weight: Tensor,
-        row: dict[str, Tensor],
-        objective: Objective,
-        averages: Averages,
-    ) -> tuple[Tensor, Tensor]:
-        old, counts = row.get("old_logprobs"), batch.counts
-        scale = zero.loss_scale(self.policy)  # before the kernels round the head's gradients
-        weight = weight * scale
-        if objective.normalise == "pair":
-            arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
-        else:
-            arguments = self._policy_arguments(weight, row, objective.loss)
-        arguments["cu_seqlens"] = batch.cu_seqlens
-        outputs = self.policy(batch, arguments, **self._head_options)
-        zero.backward(self.policy, outputs[0])
-        rows = len(batch.rows) * counts
-        if objective.normalise == "pair":
-            loss, logprobs, chosen, rejected, margins, entropy = outputs
-            pairs = len(margins) * counts
-            averages.add("policy/chosen_reward", chosen.sum() * counts, pairs)
-            averages.add("policy/rejected_reward", rejected.sum() * counts, pairs)
-            averages.add("policy/pair_accuracy", (margins > 0).sum() * counts, pairs)
-        else:
-            loss, logprobs, entropy, ratio, clipped, clamped = outputs
-            averages.add("policy/ratio_mean", ratio.sum() * counts, rows)
-            averages.add("policy/clip_fraction", clipped.sum() * counts, rows)
-            averages.add("policy/clamp_fraction", clamped.sum() * counts, rows)
-        averages.add("policy/entropy", entropy.sum() * counts, rows)
-        change = torch.zeros_like(logprobs) if old is None else old - logprobs
-        k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
-        averages.add("policy/kl_old", k3.sum() * counts, rows)
-        averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
-        return loss.detach() / scale, logprobs
-
-    def _policy_arguments(self, weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any]) -> dict[str, Any]:
-        """What ``kernels.linear_policy_loss`` takes: its constants and the microbatch's rows."""
-        train = self.config.train
-        arguments: dict[str, Any] = {
-            "advantages": row.get("advantages"),
-            "token_weights": weight,
-            "old_logprobs": row.get("old_logprobs"),
-            "clip_low": train.clip_low,
-            "clip_high": train.clip_high,
-            "entropy_coef": train.entropy_coef,
-            **loss,
-        }
-        if loss.get("kl_coef"):
-            arguments["ref_logprobs"] = row["ref_logprobs"]
-        if "is_cap" in loss:
-            arguments["behaviour_logprobs"] = row["sampler_logprobs"]
-        return arguments
-
-    def _value_backward(self, batch: Microbatch, weight: Tensor, row: dict[str, Tensor], averages: Averages) -> None:
-        assert self.value is not None
-        values, _ = self.value(batch)
-        losses, clipped = ppo.value_loss(values, row["old_values"], row["returns"], self.config.ppo.value_clip)
-        loss = self.config.ppo.value_coef * (losses * weight).sum()
-        zero.backward(self.value, loss * zero.loss_scale(self.value))
-        rows = len(batch.rows) * batch.counts
-        averages.add("value/loss", losses.sum() * batch.counts, rows)
-        averages.add("value/clip_fraction", clipped.sum() * batch.counts, rows)
 
     def _check_gap(
         self, sampler: Tensor, own: Tensor, samples: Sequence[Sample], step: int, averages: Averages

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.base import Objective
+from algorithms.rollout import Objective
 from engine.machine.world import joined
 from engine.sample import Sample
 from tests.system import updates

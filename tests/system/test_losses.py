@@ -179,6 +179,22 @@ def test_grpo(check: Callable[..., dict[str, float]], mean: str, scale: bool) ->
     assert metrics["policy/clip_fraction"] > 0
 
 
+def test_dr_grpo(check: Callable[..., dict[str, float]]) -> None:
+    """Liu et al. 2025: neither a standard deviation nor a response's length divides, but the longest a response may be.
+
+    The mean is over groups and their responses, of sums over tokens, in whatever microbatches they are.
+    """
+
+    def expected(oracle: Oracle) -> Tensor:
+        groups = torch.tensor(SCORES, dtype=torch.float64).view(3, 4)
+        advantages = groups - groups.mean(1, keepdim=True)
+        sums = torch.stack([loss.sum() for loss in oracle.clipped(advantages.flatten().tolist())])
+        return (sums / 11).view(3, 4).mean(1).mean()
+
+    settings = {"mean": "constant", "scale_advantages": False}
+    check("grpo", expected, grpo=settings, kl={"coef": 0.0}, rollout={"max_response_tokens": 11})
+
+
 def test_ppo(check: Callable[..., dict[str, float]], update: Updates) -> None:
     """KL at every token, the score at the last one, the value after a response that was cut off; then whitened."""
     gamma, lam, expected_value_loss = 0.9, 0.8, []

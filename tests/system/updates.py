@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from algorithms.base import Objective
+from algorithms.rollout import Objective
 from engine.config import Config
 from engine.machine.world import World, joined
-from engine.rollouts import experience
+from engine.rollouts import experience, off_policy
 from engine.sample import Sample
 from engine.training import models
 from engine.training.trainer import Trainer
@@ -141,7 +141,7 @@ class Updates:
         if old is None:
             old, rollout = made, dataclasses.replace(rollout, old_logprobs=made)
         seen = experience.metrics(samples, rollout, world, verified=False)
-        stale = experience.off_policy_metrics(trainer.config, samples, old, behaviour, 0, world)
+        stale = off_policy.metrics(trainer.config, samples, old, behaviour, 0, world)
         return Update(objective.metrics | found | seen | stale, dict(self._captured))
 
 

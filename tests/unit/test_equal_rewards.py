@@ -10,20 +10,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from algorithms import bok, grpo, online_dpo, ppo, rloo
-from algorithms.base import Objective, Rollout
+from algorithms.advantages import whiten
+from algorithms.bok import BestOfK
+from algorithms.grpo import GRPO
+from algorithms.online_dpo import OnlineDPO
+from algorithms.ppo import PPO
+from algorithms.rloo import RLOO
+from algorithms.rollout import Objective, Rollout
 from engine import run
 from engine.rewards.scorer import Scorer
 from engine.rollouts import experience
 from engine.sample import Sample
 from tests import users
+from tests.unit.test_algorithms import alone
+from tests.unit.test_algorithms import run as one_rank
 from tests.unit.test_experience import config
 
 MAGNITUDES = (12345.678, 0.1, 1e8, 1e-30, 1e-42, 3.3e38, -0.7, -12345.678, 0.0)
-
-
-def alone(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def batch(scores: list[float], size: int, length: int = 1, **fields: object) -> Rollout:
@@ -36,19 +39,17 @@ def batch(scores: list[float], size: int, length: int = 1, **fields: object) -> 
     return experience.rollout(samples, **(given | fields))  # type: ignore[arg-type]
 
 
-def advantages(objective: Objective) -> Tensor:
+def advantages_of(objective: Objective) -> Tensor:
     assert objective.advantages is not None
     return objective.advantages
 
 
 def objectives(rollout: Rollout) -> dict[str, Objective]:
     found = {
-        f"grpo/{scale}": grpo.objective(
-            rollout, kl_coef=0.0, kl_estimator="k3", scale=scale, mean="token", reduce=alone
-        )
+        f"grpo/{scale}": GRPO().objective(rollout, GRPO.Settings(scale_advantages=scale), one_rank())
         for scale in (True, False)
     }
-    return found | {"rloo": rloo.objective(rollout, kl_coef=0.05, ratio="sequence", reduce=alone)}
+    return found | {"rloo": RLOO().objective(rollout, RLOO.Settings(ratio="sequence"), one_rank(0.05))}
 
 
 @pytest.mark.parametrize("score", MAGNITUDES)
@@ -58,7 +59,7 @@ def test_equal_scores_have_no_advantage(score: float, size: int) -> None:
     nearly = score * (1 + 2**-50)
     rollout = batch([score] * size + [float(k) for k in range(size)] + [score, nearly] * (size // 2), size)
     for name, objective in objectives(rollout).items():
-        found = advantages(objective)
+        found = advantages_of(objective)
         assert not found[:size].any() and not found[2 * size :].any(), name
         assert found[size : 2 * size].abs().max() > 0, name
         key = f"{name.split('/')[0]}/zero_advantage_fraction"
@@ -86,7 +87,7 @@ def test_equal_rewards_after_weights_clip_and_scale(
     Scorer(sources, settings).score(samples)
     rollout = experience.rollout(samples, torch.zeros(12), None, None, None)
     for name, objective in objectives(rollout).items():
-        assert not advantages(objective).any(), name
+        assert not advantages_of(objective).any(), name
 
 
 def test_rloo_keeps_the_penalty_of_equal_large_scores() -> None:
@@ -94,7 +95,7 @@ def test_rloo_keeps_the_penalty_of_equal_large_scores() -> None:
     kl = torch.tensor([0.3, 0.1, -0.2, 0.05])
     for score in (0.0, 12345.678, 1e8):
         rollout = batch([score] * 4, 4, old=torch.zeros(4), ref=-kl)
-        found = advantages(rloo.objective(rollout, kl_coef=0.01, ratio="token", reduce=alone))
+        found = advantages_of(RLOO().objective(rollout, RLOO.Settings(ratio="token"), one_rank(0.01)))
         expected = -0.01 * (kl - (kl.sum() - kl) / 3)
         torch.testing.assert_close(found, expected, rtol=2e-6 if score < 1e6 else 1e-4, atol=0)
 
@@ -108,16 +109,16 @@ def test_mixed_groups_are_as_ever() -> None:
     others = wide - (wide.sum(1, keepdim=True) - wide) / 2
     expected = {"grpo/True": distance / (wide.std(1, keepdim=True) + 1e-4), "grpo/False": distance, "rloo": others}
     for name, objective in objectives(rollout).items():
-        torch.testing.assert_close(advantages(objective).double(), expected[name].flatten(), rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(advantages_of(objective).double(), expected[name].flatten(), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("score", MAGNITUDES)
 def test_equal_scores_make_no_pair(score: float) -> None:
     """Nor do scores that differ by less than the engine's numbers tell; best-of-K counts them as ties."""
     rollout = batch([score] * 3 + [score, score * (1 + 1e-12), score * (1 - 1e-12)] + [0.0, -0.0, 0.0], 3)
-    pairs = online_dpo.objective(rollout, loss="sigmoid", beta=0.1, label_smoothing=0.0, reduce=alone)
+    pairs = OnlineDPO().objective(rollout, OnlineDPO.Settings(), one_rank())
     assert pairs.units.shape == (0, 2) and pairs.metrics["online_dpo/tied_fraction"] == 1
-    assert bok.objective(rollout, reduce=alone).metrics["bok/tied_fraction"] == 1
+    assert BestOfK().objective(rollout, None, one_rank()).metrics["bok/tied_fraction"] == 1
 
 
 @pytest.mark.parametrize("score", MAGNITUDES)
@@ -127,23 +128,19 @@ def test_ppo_whitens_no_rounding(score: float, value: float) -> None:
     count, length = 8, 33
     values = torch.full((count * length,), value * score)
     rollout = batch([score] * count, count, length, values=values)
-    objective = ppo.objective(
-        rollout, kl_coef=0.0, gamma=1.0, lam=1.0, whiten_advantages=True, bootstrap_truncated=False, reduce=alone
-    )
-    assert not advantages(objective).any()
+    objective = PPO().objective(rollout, PPO.Settings(gamma=1.0, lam=1.0), one_rank())
+    assert not advantages_of(objective).any()
     assert objective.metrics["value/explained_variance"] == 0.0
 
 
 def test_ppo_whitening_of_a_batch_that_differs_by_rounding() -> None:
     one = torch.tensor(12345.678)
     values = torch.stack([one, torch.nextafter(one, torch.tensor(torch.inf))] * 8)
-    assert not ppo.whiten(values, alone).any()
-    assert not ppo.whiten(torch.full((7,), 0.1), alone).any()
-    assert not ppo.whiten(torch.empty(0), alone).any()
+    assert not whiten(values, alone).any()
+    assert not whiten(torch.full((7,), 0.1), alone).any()
+    assert not whiten(torch.empty(0), alone).any()
     small = torch.tensor([1e-3, 2e-3, -1e-3])
-    torch.testing.assert_close(
-        ppo.whiten(small, alone), (small - small.mean()) / (small.var(correction=0) + 1e-8).sqrt()
-    )
+    torch.testing.assert_close(whiten(small, alone), (small - small.mean()) / (small.var(correction=0) + 1e-8).sqrt())
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.base import Algorithm, Run
+from algorithms.normalise import by_token
+from algorithms.rollout import Objective, Rollout
 from engine.config import Config
 from engine.config.cli import validate
+from engine.config.numerics import old_source
+from engine.config.schema import config_with
 from engine.machine.world import World
-from engine.rollouts import experience
+from engine.rollouts import experience, off_policy
 from engine.sample import Sample
 from kernels.coefficients import PolicySpec, Rows, row_coefficients
 
@@ -57,14 +62,14 @@ def test_off_policy_metrics_by_hand() -> None:
     """Ratios are those before the cap, and clamped as in the kernels."""
     samples = [sample(0, 1.0, version=3), sample(0, 1.0, version=4)]
     old, behaviour = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0, -3.0, -31.0])
-    found = experience.off_policy_metrics(config(schedule={"staleness": 1}), samples, old, behaviour, 5, ALONE)
+    found = off_policy.metrics(config(schedule={"staleness": 1}), samples, old, behaviour, 5, ALONE)
     ratios = [1.0, float(np.exp(1.0)), float(np.exp(20.0))]
     assert found["off_policy/staleness"] == 1.5
     assert found["off_policy/ratio_mean"] == pytest.approx(sum(ratios) / 3)
     assert found["off_policy/ratio_max"] == pytest.approx(ratios[2])
     assert found["off_policy/capped_fraction"] == pytest.approx(2 / 3)
     of_pairs = config(algo="online_dpo", schedule={"staleness": 1})
-    assert experience.off_policy_metrics(of_pairs, samples, old, behaviour, 5, ALONE) == {"off_policy/staleness": 1.5}
+    assert off_policy.metrics(of_pairs, samples, old, behaviour, 5, ALONE) == {"off_policy/staleness": 1.5}
 
 
 def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
@@ -74,7 +79,7 @@ def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
     old = behaviour + torch.tensor([0.3] * 4 + [-0.2] * 2 + [0.5])
     stale = {"schedule": {"staleness": 1}}
     ratios = np.exp([1.2, -0.4, 0.5])
-    found = experience.off_policy_metrics(config(algo="rloo", **stale), samples, old, behaviour, 0, ALONE)
+    found = off_policy.metrics(config(algo="rloo", **stale), samples, old, behaviour, 0, ALONE)
     assert found["off_policy/ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
     assert found["off_policy/ratio_max"] == pytest.approx(ratios.max(), rel=1e-5)
     assert found["off_policy/capped_fraction"] == pytest.approx(1 / 3)
@@ -84,19 +89,47 @@ def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
     losses = row_coefficients(spec, old, torch.zeros(7), rows).loss[[0, 4, 6]]
     torch.testing.assert_close(losses, sums.exp().clamp(max=2.0), msg="of an advantage of -1 and the ratio 1")
     by_token = config(algo="rloo", rloo={"ratio": "token"}, **stale)
-    found = experience.off_policy_metrics(by_token, samples, old, behaviour, 0, ALONE)
+    found = off_policy.metrics(by_token, samples, old, behaviour, 0, ALONE)
     assert found["off_policy/ratio_mean"] == pytest.approx(np.exp([0.3] * 4 + [-0.2] * 2 + [0.5]).mean(), rel=1e-5)
     off = config(algo="rloo", model={"dtype": "bfloat16"}, off_policy={"correction": False})
-    assert experience.off_policy_metrics(off, samples, old, behaviour, 0, ALONE) == {"off_policy/staleness": 0.0}
+    assert off_policy.metrics(off, samples, old, behaviour, 0, ALONE) == {"off_policy/staleness": 0.0}
 
 
 def test_a_batch_without_responses_has_no_metrics() -> None:
     settings, nothing = config(algo="ppo", schedule={"staleness": 1}), torch.empty(0)
     rollout = experience.rollout([], nothing, nothing, nothing, nothing)
     assert experience.metrics([], rollout, ALONE, verified=True) == {}
-    assert experience.off_policy_metrics(settings, [], nothing, nothing, 1, ALONE) == {}
+    assert off_policy.metrics(settings, [], nothing, nothing, 1, ALONE) == {}
     objective = experience.objective(settings, rollout, 0.1, ALONE)
     assert len(objective.units) == 0 and objective.metrics == {}
+
+
+@pytest.mark.parametrize(
+    "changes,needle",
+    [
+        ({"units": torch.tensor([[0, 1]])}, "units of 2 responses, and its record says rows = 'single'"),
+        ({"returns": torch.zeros(2)}, "its record says value_model = False"),
+        ({"loss": {"loss": "reinforce", "kl_coef": 0.1}}, "must say kl = 'loss' or reference = True"),
+        ({"loss": {"loss": "clip"}}, "must say policy_ratio = True"),
+        (
+            {"loss": {"loss": "reinforce", "ratio": "sequence"}},
+            "has a sequence ratio, and its method ratio says",
+        ),
+    ],
+)
+def test_an_objective_that_its_record_does_not_provide_for(changes: dict[str, object], needle: str) -> None:
+    given = {"units": torch.tensor([[0], [1]]), "normalise": by_token, "loss": {"loss": "likelihood"}} | changes
+
+    class Careless(Algorithm):
+        name = "careless"
+
+        def objective(self, rollout: Rollout, settings: None, run: Run) -> Objective:
+            return Objective(**given)  # type: ignore[arg-type]
+
+    settings = config_with("of:Mine", Careless()).model_validate({"algo": "of:Mine"})
+    samples = [sample(0, 1.0), sample(0, 0.0)]
+    with pytest.raises(ValueError, match=f"careless: the objective .*{needle}"):
+        experience.objective(settings, experience.rollout(samples, None, None, None, None), 0.1, ALONE)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
@@ -113,20 +146,20 @@ def test_a_pass_for_old_is_made_where_nothing_else_gives_it(
     one = config(algo=algo, kl={"coef": coef}, train=steps, **elsewhere)
     several, penalised = steps != {"minibatches_per_batch": 1}, algo in ("ppo", "rloo") and coef > 0
     has_ratio = algo in ("ppo", "rloo", "grpo")
-    assert experience.samplers_values_serve(one) == (not has_ratio or (not several and not elsewhere))
-    assert experience.recomputes_old(one) == (has_ratio and (several or (penalised and bool(elsewhere))))
+    assert (old_source(one) == "sampler") == (not has_ratio or (not several and not elsewhere))
+    assert (old_source(one) == "pass") == (has_ratio and (several or (penalised and bool(elsewhere))))
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "grpo", "online_dpo", "bok"])
 def test_correction_follows_staleness_and_numerics(algo: str) -> None:
     """On by default where samples are not the policy's own, for losses of a ratio; off where it was turned off."""
     has_ratio = algo in ("ppo", "rloo", "grpo")
-    assert not experience.corrects(config(algo=algo))
+    assert not off_policy.corrects(config(algo=algo))
     for elsewhere in (
         {"schedule": {"staleness": 1}},
         {"generation": {"backend": "vllm"}},
         {"model": {"dtype": "bfloat16"}},
     ):
-        assert experience.corrects(config(algo=algo, **elsewhere)) == has_ratio
+        assert off_policy.corrects(config(algo=algo, **elsewhere)) == has_ratio
     off = config(algo=algo, generation={"backend": "vllm"}, off_policy={"correction": False})
-    assert not experience.corrects(off)
+    assert not off_policy.corrects(off)

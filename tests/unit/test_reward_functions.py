@@ -21,8 +21,8 @@ import torch
 
 from engine import rewards
 from engine.config import Config, ConfigError
+from engine.config.user_code import PREFIX
 from engine.rewards.function import FunctionReward, load_function
-from engine.rewards.user_code import PREFIX
 from engine.sample import Sample
 
 

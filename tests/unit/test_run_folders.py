@@ -6,18 +6,24 @@ import errno
 import json
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import engine.run
 from engine.config import Config, ConfigError, cli
+from engine.data.prompts import Prompt, PromptStream
 from engine.launch import failures
 from engine.machine import disk
 from engine.machine.world import World
-from engine.run_folder import checkpoints, folder
+from engine.rollouts.source import Batch, Source
+from engine.run_folder import checkpoints, folder, in_flight
+from engine.sample import Sample
+from engine.tasks import addition
 from tests import users
 
 QUICK = ["--data.task", "addition", "--launch.device", "cpu"]
@@ -144,6 +150,46 @@ def test_a_run_with_nothing_but_a_torn_checkpoint_is_refused(
     assert engine.run.main(["--resume", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "another version of Tandem: cursor" in error, error
+
+
+def test_a_run_of_the_former_version_is_refused_in_one_line(
+    tmp_path: Path, save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its batches in flight name classes by the places that they had then."""
+    checkpoint = save(2)
+    torch.save([Batch(2, [], 0, 4, 0.0)], checkpoint / "in-flight-0.pt")
+    found = json.loads((checkpoint / "state.json").read_text())
+    del found["format"]
+    found["files"]["in-flight-0.pt"] = (checkpoint / "in-flight-0.pt").stat().st_size
+    (checkpoint / "state.json").write_text(json.dumps(found))
+    (tmp_path / "config.yaml").write_text(cli.dump_yaml(cli.parse(QUICK)[0]))
+    assert engine.run.main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "was written by another version of Tandem" in error, error
+
+
+def test_batches_in_flight_come_back_without_their_classes(tmp_path: Path) -> None:
+    """On the second of two ranks; the rows of the data set, whatever is in them, are found among the prompts."""
+    prompts = [Prompt([i], str(i), {"prompt": str(i), "when": date(2026, 1, 1 + i)}) for i in range(5)]
+    config = Config.model_validate({"rollout": {"prompts_per_step": 4}})
+    source = Source(config, addition.tokenizer(), prompts, [], rank=1, size=2)
+    drawn = PromptStream(prompts, config.seed)
+    drawn.take(7)
+    samples = [
+        Sample(2 * i, i, prompt.ids, prompt.columns, [3, 1], "stop", np.array([-1.5, -0.1], np.float32), 6)
+        for i, prompt in enumerate(drawn.take(4))
+        if i >= 2
+    ]
+    world = World(1, 2, torch.device("cpu"))
+    in_flight.write(tmp_path, [Batch(3, samples, 7, 11, 0.5)], world)
+    torch.load(tmp_path / "in-flight-1.pt", weights_only=True)
+    (batch,) = in_flight.read(tmp_path, world, source)
+    assert (batch.step, batch.first, batch.cursor, batch.seconds) == (3, 7, 11, 0.5)
+    for found, expected in zip(batch.samples, samples, strict=True):
+        assert found.behaviour_logprobs.dtype == np.float32
+        assert found.behaviour_logprobs.tolist() == expected.behaviour_logprobs.tolist()
+        rest = {"behaviour_logprobs": None, "reward": None}
+        assert replace(found, **rest) == replace(expected, **rest) and found.columns["when"] == expected.columns["when"]
 
 
 def test_only_its_own_partial_folder_is_removed(tmp_path: Path, save) -> None:

@@ -1,0 +1,12 @@
+"""The algorithms that Tandem comes with, by name. Imports no torch."""
+
+from __future__ import annotations
+
+from algorithms.base import Algorithm
+from algorithms.bok import BestOfK
+from algorithms.grpo import GRPO
+from algorithms.online_dpo import OnlineDPO
+from algorithms.ppo import PPO
+from algorithms.rloo import RLOO
+
+BUILT_IN: dict[str, Algorithm] = {one.name: one for one in (PPO(), RLOO(), GRPO(), OnlineDPO(), BestOfK())}

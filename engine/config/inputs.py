@@ -1,0 +1,135 @@
+"""Sections about what a run begins with: models, prompts and rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from algorithms.base import Positive, Section
+
+
+class Model(Section):
+    """The models and the numbers they compute in."""
+
+    path: str | None = Field(
+        None,
+        description="Policy to start from: a Hugging Face folder or hub name. Default: with an embedded task, the "
+        "task's own starting checkpoint, trained once by a short supervised phase and cached",
+    )
+    value_path: str | None = Field(
+        None,
+        description="Value model to start from, where the algorithm has one: a causal language model (its value head "
+        "starts at zero) or a sequence classifier with one label. Default: model.path",
+    )
+    reference_path: str | None = Field(
+        None,
+        description="Frozen reference policy. Default: model.path, which with lora.rank takes no memory of its own",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Numbers the models compute in; optimizer states and master weights are fp32 always"
+    )
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time. "
+        "Default: only where the memory plan finds a GPU too small without it",
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters (LoRA) instead of training every weight of the policy; needs the package peft."""
+
+    rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="Rank of the adapters; 0 trains the policy's own weights. The value model is trained whole"
+    )
+    alpha: Positive = Field(32, description="Adapters count alpha / rank times")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Linear layers with an adapter, such as [q_proj, v_proj]. Default: all but the head",
+    )
+
+
+class Data(Section):
+    """Where prompts come from."""
+
+    task: Literal["addition"] | None = Field(
+        None, description="Embedded task with its own prompts, verifier, tokenizer and held-out problems"
+    )
+    path: str | None = Field(
+        None,
+        description="Prompts: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the package "
+        "datasets) or a folder laid out as one. Instead of data.task",
+    )
+    name: str | None = Field(
+        None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"
+    )
+    split: str = Field(
+        "train", description="Split of a Hugging Face data set to train on; a file has none, so leave it out there"
+    )
+    eval_path: str | None = Field(
+        None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
+    )
+    eval_name: str | None = Field(None, description="Configuration of the Hugging Face data set data.eval_path")
+    eval_split: str | None = Field(None, description="Split of the Hugging Face data set data.path to evaluate on")
+    prompt_column: str = Field(
+        "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
+    )
+    eval_overlap: bool = Field(
+        False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
+    )
+    chat_template: bool = Field(
+        False, description="Wrap string prompts as a user message in the tokenizer's chat template"
+    )
+    templated: bool = Field(
+        False,
+        description="String prompts are in the model's template already: control tokens written in them count as such. "
+        "Default: they are text",
+    )
+    shuffle: bool = Field(True, description="New order of the prompts every epoch, drawn from the seed")
+
+
+class Reward(Section):
+    """What a response is worth: a function, a reward model, a server, or the sum of several. Default: the verifier of
+    the embedded task."""
+
+    function: str | None = Field(
+        None,
+        description="Python reward: 'module:function' or 'file.py:function', called with keyword lists prompts, "
+        "completions, prompt_ids, completion_ids, raw_prompts and the data set's columns, or those of them that it "
+        "names; returns for each response a number, or None to drop it; may be async",
+    )
+    model: str | None = Field(
+        None,
+        description="Reward model: a Hugging Face sequence classifier with one label, a folder or hub name. Reads the "
+        "policy's tokens if it has the same vocabulary, else the text",
+    )
+    url: str | None = Field(
+        None,
+        description="Reward server: is sent JSON with lists prompts, completions, raw_prompts and the data set's "
+        'columns, answers {"scores": [...]} with for each response a number, or null to drop it',
+    )
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Factors of the sources in the sum, such as {function: 1, model: 0.5}. Default: 1 each",
+    )
+    batch_size: Positive = Field(64, description="Responses in one request to reward.url")
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="How long reward.url may stay silent before a request counts as failed"
+    )
+    batch_timeout_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="How long reward.function, or reward.url with all its waits, may take for a rank's part of a "
+        "rollout batch before the run ends. Default: nine tenths of launch.timeout_minutes",
+    )
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Clip the score of a response to [-clip, clip], in units of reward. Default: no clipping"
+    )
+    scale: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Factor on the score of a response, after reward.clip and before rollout.missing_eos_*"
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        """The keys of the sources that are given."""
+        given = {"function": self.function, "model": self.model, "url": self.url}
+        return [name for name, value in given.items() if value is not None]

@@ -1,0 +1,103 @@
+"""Forward and backward passes of a microbatch, by the policy's loss and the value model's, and what they measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from algorithms.base import ValueModelSettings
+from algorithms.rollout import Objective
+from algorithms.value import value_loss
+from engine.config.learning import Train
+from engine.training import zero
+from engine.training.averages import Averages
+from engine.training.packing import Microbatch
+
+
+def policy_pass(
+    policy: DeepSpeedEngine,
+    batch: Microbatch,
+    weight: Tensor,
+    row: dict[str, Tensor],
+    objective: Objective,
+    train: Train,
+    head_options: dict[str, Any],
+    averages: Averages,
+) -> tuple[Tensor, Tensor]:
+    """Accumulates the gradient of the algorithm's loss.
+
+    Args:
+        weight: [R] fp32, of the microbatch's tokens in the loss, or [P] of its pairs.
+        row: [R] fp32 vectors of these tokens, by name as in ``Trainer.update``.
+        head_options: of the policy's head: temperature, workspace and backend.
+
+    Returns:
+        the microbatch's part of the loss, and the [R] fp32 log-probabilities.
+    """
+    old, counts = row.get("old_logprobs"), batch.counts
+    scale = zero.loss_scale(policy)  # before the kernels round the head's gradients
+    weight = weight * scale
+    if objective.compares_pairs:
+        arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
+    else:
+        arguments = _arguments(weight, row, objective.loss, train)
+    arguments["cu_seqlens"] = batch.cu_seqlens
+    outputs = policy(batch, arguments, **head_options)
+    zero.backward(policy, outputs[0])
+    rows = len(batch.rows) * counts
+    if objective.compares_pairs:
+        loss, logprobs, chosen, rejected, margins, entropy = outputs
+        pairs = len(margins) * counts
+        averages.add("policy/chosen_reward", chosen.sum() * counts, pairs)
+        averages.add("policy/rejected_reward", rejected.sum() * counts, pairs)
+        averages.add("policy/pair_accuracy", (margins > 0).sum() * counts, pairs)
+    else:
+        loss, logprobs, entropy, ratio, clipped, clamped = outputs
+        averages.add("policy/ratio_mean", ratio.sum() * counts, rows)
+        averages.add("policy/clip_fraction", clipped.sum() * counts, rows)
+        averages.add("policy/clamp_fraction", clamped.sum() * counts, rows)
+    averages.add("policy/entropy", entropy.sum() * counts, rows)
+    change = torch.zeros_like(logprobs) if old is None else old - logprobs
+    k3 = change.exp() - 1 - change  # KL(old || new) from samples of old (Schulman 2020)
+    averages.add("policy/kl_old", k3.sum() * counts, rows)
+    averages.add("policy/log_ratio_abs", change.abs().sum() * counts, rows)
+    return loss.detach() / scale, logprobs
+
+
+def _arguments(weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any], train: Train) -> dict[str, Any]:
+    """What ``kernels.linear_policy_loss`` takes: its constants and the microbatch's rows."""
+    arguments: dict[str, Any] = {
+        "advantages": row.get("advantages"),
+        "token_weights": weight,
+        "old_logprobs": row.get("old_logprobs"),
+        "clip_low": train.clip_low,
+        "clip_high": train.clip_high,
+        "entropy_coef": train.entropy_coef,
+        **loss,
+    }
+    if loss.get("kl_coef"):
+        arguments["ref_logprobs"] = row["ref_logprobs"]
+    if "is_cap" in loss:
+        arguments["behaviour_logprobs"] = row["sampler_logprobs"]
+    return arguments
+
+
+def value_pass(
+    value: DeepSpeedEngine,
+    batch: Microbatch,
+    weight: Tensor,
+    row: dict[str, Tensor],
+    settings: ValueModelSettings,
+    averages: Averages,
+) -> None:
+    """Accumulates the gradient of the value loss; arguments as of ``policy_pass``."""
+    values, _ = value(batch)
+    losses, clipped = value_loss(values, row["old_values"], row["returns"], settings.value_clip)
+    loss = settings.value_coef * (losses * weight).sum()
+    zero.backward(value, loss * zero.loss_scale(value))
+    rows = len(batch.rows) * batch.counts
+    averages.add("value/loss", losses.sum() * batch.counts, rows)
+    averages.add("value/clip_fraction", clipped.sum() * batch.counts, rows)
