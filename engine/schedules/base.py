@@ -1,4 +1,4 @@
-"""How generation and training alternate, as a training rank sees it."""
+"""When a run generates and when it trains, as a training rank sees it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from engine.sample import Sample
 from engine.training.trainer import Trainer
 
 
-class Turns(ABC):
-    """A trainer and whatever samples for it. Every method is collective over the training ranks."""
+class Schedule(ABC):
+    """A trainer and whatever samples for it, as the settings of ``schedule`` arrange them.
+
+    Every method is collective over the training ranks.
+    """
 
     trainer: Trainer
     plan: MemoryPlan
@@ -53,9 +56,9 @@ class Turns(ABC):
     def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
         """Goes on from a checkpoint before ``step``: with what was in flight, or else the prompts after ``cursor``."""
 
+    @abstractmethod
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
         """Of the last step, which took so long and in which the trainer waited so long for its batch."""
-        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Sampler and trainer on one set of devices: built in the order, and taking turns, as the memory plan says.
 
-    generate -> rest, take_back -> train -> make_room, hand_over -> generate
+    sample -> rest, take_back -> train -> make_room, hand_over -> sample
 
 Before the first step the whole turn is proved: the sampler sleeps, takes the weights it had, and must give the same
 greedy tokens as before. After every hand-over what lies in the sampler is compared with what was sent.
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 
 from engine.generation.base import Generator, Request, Sampling
 from engine.machine.world import World
+from engine.rollouts.source import Batch, Source
+from engine.sample import Sample
 from engine.schedules import proof
+from engine.schedules.base import Schedule
 from engine.schedules.proof import HandOverError
 from engine.training import weights
 from engine.training.trainer import Trainer
@@ -26,14 +29,15 @@ if TYPE_CHECKING:
     BuildGenerator = Callable[[MemoryPlan, SharedWeights | None], Generator]
 
 
-class Colocation:
-    """Both, and their turns. Every method is collective; afterwards the sampler is ready.
+class Colocation(Schedule):
+    """Sampler and trainer in turns: every batch is drawn from the newest weights.
 
     Args:
         plan: who makes room for whom.
         copying_plan: makes the plan for weights that cannot be shared though ``plan`` says so.
         prompts: token ids that the turn is proved with.
         tokens: greedy tokens to each of them.
+        source: what is sampled.
         build_generator: makes the sampler, with the policy's first weights; or with those it is to share.
         build_trainer: makes the trainer, with the same weights.
         say: tells the person something.
@@ -41,6 +45,8 @@ class Colocation:
     Raises:
         HandOverError: the proof fails.
     """
+
+    phase = "generate"
 
     def __init__(
         self,
@@ -50,11 +56,13 @@ class Colocation:
         prompts: Sequence[list[int]],
         *,
         tokens: int,
+        source: Source,
         build_generator: BuildGenerator,
         build_trainer: Callable[[], Trainer],
         say: Callable[[str], None],
     ) -> None:
         self.plan, self._world, self._say, self._build_generator = plan, world, say, build_generator
+        self._source, self._cursor = source, 0
         self._probe = [Request(prompt, 0) for prompt in prompts], Sampling(tokens, 0.0, ())
         self.answers: list[list[int]] = []  # the first policy's greedy tokens to the prompts
         if plan.zero_copy:
@@ -84,22 +92,24 @@ class Colocation:
             return None
         return shared
 
+    def sample(self, step: int) -> Batch:
+        batch = self._source.batch(self.generator, step, self._cursor)
+        self._cursor = batch.cursor
+        return batch
+
     def rest(self) -> None:
-        """The sampler gives up its memory."""
         self.generator.sleep()
 
     def take_back(self) -> None:
-        """The optimizer states come back, where the plan has them moved."""
         if self.plan.offload:
             self.trainer.reload()
 
     def make_room(self) -> None:
-        """The optimizer states go to host memory, where the plan has them moved."""
         if self.plan.offload:
             self.trainer.offload()
 
     def hand_over(self, version: int) -> None:
-        """The sampler gets the trainer's weights, after ``version`` updates, and its memory.
+        """The sampler gets its memory, and the trainer's weights after ``version`` updates; then it is ready.
 
         Raises:
             HandOverError: on all ranks, if the sampler of any does not hold what it was sent.
@@ -107,10 +117,18 @@ class Colocation:
         if lost := self._renew(version):
             raise proof.lost(version, lost)
 
-    @property
-    def metrics(self) -> dict[str, float]:
+    def held_out(self) -> list[Sample]:
+        return self._source.held_out(self.generator)
+
+    def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
+        self._cursor = cursor
+
+    def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
         """Of the last hand-over."""
         return self.generator.receipt.metrics if self.generator.receipt else {}
+
+    def close(self) -> None:
+        self.generator.close()
 
     def _renew(self, version: int) -> list[str]:
         """The hand-over; gives the tensors that any rank's sampler lost. Collective."""

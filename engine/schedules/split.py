@@ -32,7 +32,7 @@ from engine.models import digest
 from engine.rollouts.source import Batch, Source
 from engine.sample import Sample
 from engine.schedules import proof
-from engine.schedules.base import Turns
+from engine.schedules.base import Schedule
 from engine.schedules.proof import HandOverError, Proof
 from engine.training import weights
 from engine.training.trainer import Trainer
@@ -65,7 +65,7 @@ class Order:
     tokens: int = 0
 
 
-class SplitTraining(Turns):
+class SplitTraining(Schedule):
     """The training side.
 
     Args:

@@ -37,6 +37,7 @@ def colocation(model: str, plan: MemoryPlan, world: World, stage: int, tensor_pa
         lambda: _unplanned(),
         PROMPTS,
         tokens=PROBE_TOKENS,
+        source=None,
         build_generator=lambda plan, shared: VLLMGenerator(
             model,
             dtype="bfloat16",

@@ -82,6 +82,7 @@ def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Res
         lambda: MemoryPlan("none", False, False, 0),
         PROMPTS,
         tokens=16,
+        source=None,
         build_generator=lambda plan, shared: build(model, tensor_parallel),
         build_trainer=lambda: offloading.trainer(model, stage, "float32", world),
         say=print,

@@ -458,6 +458,7 @@ def test_proof_of_the_turn_notices_one_wrong_tensor(
             lambda: pytest.fail("nothing is shared"),
             PROMPTS,
             tokens=16,
+            source=None,
             build_generator=lambda plan, shared: sampler,
             build_trainer=lambda: SimpleNamespace(policy=SimpleNamespace(module=SimpleNamespace(**named(trained)))),
             say=print,

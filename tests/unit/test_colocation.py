@@ -65,6 +65,7 @@ def colocation(log: list[str], weight: int = 7, loses: tuple[str, ...] = (), **p
         lambda: MemoryPlan("level2", True, False, 1, checkpointing=True),
         [[1, 2], [3]],
         tokens=4,
+        source=None,
         build_generator=lambda plan, shared: Sampler(log, plan.sleep in loses),
         build_trainer=trainer,
         say=log.append,
