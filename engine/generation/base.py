@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.generation.receipt import Held, Receipt, Sent
+from engine.generation.equal_weights import Held, Receipt, SentWeights
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ class Generator(ABC):
         """
         self._expect("load_weights", "weights")
         self._fresh = False  # a load that fails half-way must not be started
-        sent = Sent(weights, self._as_held)
+        sent = SentWeights(weights, self._as_held)
         self._load_weights(sent)
         self.receipt = sent.receipt(version, self._held, self.unread, self._built)
         self.version, self._fresh = version, True

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
-from engine.generation.receipt import Held
+from engine.generation.equal_weights import Held
 from engine.models.digest import digest
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.generation import vllm_compat as compat
 from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
-from engine.generation.receipt import Held, values
+from engine.generation.equal_weights import Held, values
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
+from engine.generation.equal_weights import LogprobProof
 from engine.memory.planning import MemoryPlan
 from engine.rollouts.source import Batch
 from engine.sample import Sample
@@ -63,3 +66,7 @@ class Schedule(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the sampler, before the process group ends."""
+
+    def _logprobs(self, proof: LogprobProof) -> np.ndarray:
+        """[T] log-probabilities of the proof's responses by the trainer's weights as they are now. Collective."""
+        return self.trainer.logprobs(self.trainer.policy, proof.samples, temperature=1.0).numpy()

@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from engine.generation import equal_weights
 from engine.generation.base import Generator, Request, Sampling
+from engine.generation.equal_weights import HandOverError
 from engine.machine.world import World
 from engine.rollouts.source import Batch, Source
 from engine.sample import Sample
-from engine.schedules import proof
 from engine.schedules.base import Schedule
-from engine.schedules.proof import HandOverError
 from engine.training import weights
 from engine.training.trainer import Trainer
 
@@ -78,7 +78,7 @@ class Colocation(Schedule):
             self.trainer = build_trainer()
         self._prove(before)
         if self.generator.unread:
-            say(proof.unread(self.generator.unread))
+            say(equal_weights.unread(self.generator.unread))
 
     def _shared_weights(self, copying_plan: Callable[[], MemoryPlan]) -> SharedWeights | None:
         from engine.generation.shared_weights import SharedWeights
@@ -115,7 +115,7 @@ class Colocation(Schedule):
             HandOverError: on all ranks, if the sampler of any does not hold what it was sent.
         """
         if lost := self._renew(version):
-            raise proof.lost(version, lost)
+            raise equal_weights.lost(version, lost)
 
     def held_out(self) -> list[Sample]:
         return self._source.held_out(self.generator)
@@ -145,7 +145,7 @@ class Colocation(Schedule):
         self.make_room()
         lost = self._renew(0)
         if lost and self.plan.sleep != "level2":
-            raise proof.lost(0, lost)
+            raise equal_weights.lost(0, lost)
         self.answers = after = self._greedy()
         if not self._world.max(after != before) and not lost:
             return

@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from engine.generation.equal_weights import LogprobProof
 from engine.rollouts.source import Batch
 from engine.sample import Sample
 from engine.schedules.base import Schedule
 from engine.schedules.colocation import Colocation
-from engine.schedules.proof import Proof
 
 
 class Overlapping(Schedule):
@@ -28,7 +28,7 @@ class Overlapping(Schedule):
         steps: batches to draw in the whole run.
     """
 
-    def __init__(self, colocation: Colocation, proof: Proof, steps: int) -> None:
+    def __init__(self, colocation: Colocation, proof: LogprobProof, steps: int) -> None:
         self._colocation, self._proof, self._steps = colocation, proof, steps
         self._proved: dict[str, float] = {}
         self.trainer, self.plan = colocation.trainer, colocation.plan
@@ -71,8 +71,8 @@ class Overlapping(Schedule):
     def _renew(self) -> None:
         if self._generator.version != self._version:
             self._colocation.hand_over(self._version)
-            expected = self._proof.expected(self.trainer)
-            self._proved = self._proof.check(expected, self._generator.logprobs(self._proof.texts), self._version)
+            expected, found = self._logprobs(self._proof), self._generator.logprobs(self._proof.texts)
+            self._proved = self._proof.check(expected, found, self._version)
             if self._generator.receipt:
                 self._proved |= self._generator.receipt.metrics
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import Config
 from engine.generation.base import Generator
+from engine.generation.equal_weights import LogprobProof
 from engine.machine.world import World
 from engine.memory import planning
 from engine.memory.budget import Side
@@ -22,7 +23,6 @@ from engine.rollouts.source import Source
 from engine.schedules.base import Schedule
 from engine.schedules.colocation import Colocation
 from engine.schedules.overlapping import Overlapping
-from engine.schedules.proof import Proof
 from engine.schedules.split import SplitTraining
 from engine.start.preflight import Inputs
 from engine.training import lora, models
@@ -155,7 +155,7 @@ def turns(
     )
     if config.schedule.staleness == 0:
         return colocation
-    proof = Proof(probe, colocation.answers, config.generation.max_logprob_gap)
+    proof = LogprobProof(probe, colocation.answers, config.generation.max_logprob_gap)
     return Overlapping(colocation, proof, config.train.steps)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import engine.run
+from engine.generation.equal_weights import HandOverError
 from engine.generation.hf import HFGenerator
-from engine.schedules.proof import HandOverError
 
 
 def hf(patch: pytest.MonkeyPatch, victim: str) -> None:

@@ -25,11 +25,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from engine.generation.base import Request, Response, Sampling, WrongStateError
+from engine.generation.equal_weights import HandOverError
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
 from engine.machine.world import joined
 from engine.memory.planning import MemoryPlan
-from engine.schedules.colocation import Colocation, HandOverError
+from engine.schedules.colocation import Colocation
 from tests.system.helpers import rank_outputs
 
 VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26

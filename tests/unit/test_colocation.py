@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.generation.base import Generator, Response
+from engine.generation.equal_weights import HandOverError
 from engine.memory.planning import MemoryPlan
-from engine.schedules.colocation import Colocation, HandOverError
+from engine.schedules.colocation import Colocation
 from engine.start import build
 
 WORLD = SimpleNamespace(max=float)
