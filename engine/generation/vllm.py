@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.generation import vllm_compat as compat
-from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
+from engine.generation.base import Generator, NamedTensors, Response, Text
 from engine.generation.equal_weights import Held, values
+from engine.generation.sampling import Request, Sampling
 
 if TYPE_CHECKING:
     import torch

@@ -13,6 +13,7 @@ from engine.config import Config, ConfigError
 from engine.memory import footprint, model_shape
 from engine.memory.footprint import GIB
 from engine.memory.model_shape import ModelShape
+from engine.models.kinds import LLAMA_LIKE, WHOLE_LAYERS
 
 Sleep = Literal["none", "kv", "level1", "level2"]
 Side = Literal["train", "generate"]
@@ -24,8 +25,6 @@ RESERVE = 0.05
 """Share of a GPU that the plan leaves free."""
 USEFUL_KV_SHARE = 0.2
 """A KV cache of this share of a GPU is useful, even if not every sequence fits at a time."""
-SHARED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Models whose weights trainer and sampler can share."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads a vocabulary to a multiple of this; a padded embedding is not the trainer's."""
 ADVICE = {
@@ -107,7 +106,7 @@ class Budget:
                 stage,
                 ranks,
                 adapters=adapters if name == "policy" else 0,
-                layer=shape.layer if shape.kind in footprint.LAYERED_KINDS else 0,
+                layer=shape.layer if shape.kind in WHOLE_LAYERS else 0,
             )
             for name, (shape, count) in models.items()
         }
@@ -137,7 +136,7 @@ class Budget:
             and stage < 3
             and parallel == 1
             and config.model.dtype == "bfloat16"
-            and policy.kind in SHARED_KINDS
+            and policy.kind in LLAMA_LIKE
             and policy.vocabulary % VOCABULARY_MULTIPLE == 0
         )
         sampling = footprint.vllm_activations(policy, item, parallel, sequences, rollout.max_prompt_tokens)

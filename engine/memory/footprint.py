@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from engine.config import Config
 from engine.machine import devices
 from engine.memory.model_shape import ModelShape
+from engine.models.kinds import LLAMA_LIKE
 
 GIB = 2**30
 MIB = 2**20
@@ -30,7 +31,8 @@ ALLOCATOR_SHARE = 0.05
 """PyTorch's allocator holds so much more than the activations and gradients of a training step need."""
 
 REDUCE_BUCKET = 50_000_000
-"""Elements: ``engine.training.zero.REDUCE_BUCKET``, without importing torch."""
+"""Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and
+DeepSpeed's default of ten times as much takes 1 GB in 16 bits."""
 GATHERED_ELEMENTS = 1_000_000_000
 """ZeRO-3 keeps so much gathered on the way from the forward to the backward pass (``stage3_max_reuse_distance``)."""
 FETCHED_ELEMENTS = 50_000_000
@@ -45,11 +47,6 @@ ENTROPY_BYTES_PER_LOGIT = 4
 """The loss head keeps exp(z) in fp32 rather than 16 bits where the entropy or a soft cap changes the gradient."""
 SCAN_TILE = 256
 """Columns of the loss head's scan that share a row's statistics, 8 bytes; a row has 96 bytes more."""
-FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""``engine.training.liger.ARCHITECTURES``, without importing torch."""
-LAYERED_KINDS = (*FUSED_KINDS, "gpt_neox")
-"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument,
-which is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +252,7 @@ def training(
 
 def _fused(shape: ModelShape) -> bool:
     """Whether Liger's kernels will run; a plan made where no GPU is takes them for installed where one is."""
-    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or devices.visible_gpus() == 0)
+    return shape.kind in LLAMA_LIKE and (find_spec("liger_kernel") is not None or devices.visible_gpus() == 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, item: int, tensor_parallel: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.generation import equal_weights
-from engine.generation.base import Generator, Request, Sampling
+from engine.generation.base import Generator
 from engine.generation.equal_weights import HandOverError
 from engine.machine.world import World
 from engine.rollouts.source import Batch, Source
@@ -63,7 +63,7 @@ class Colocation(Schedule):
     ) -> None:
         self.plan, self._world, self._say, self._build_generator = plan, world, say, build_generator
         self._source, self._cursor = source, 0
-        self._probe = [Request(prompt, 0) for prompt in prompts], Sampling(tokens, 0.0, ())
+        self._prompts, self._tokens = prompts, tokens
         self.answers: list[list[int]] = []  # the first policy's greedy tokens to the prompts
         if plan.zero_copy:
             self.trainer = build_trainer()
@@ -139,7 +139,7 @@ class Colocation(Schedule):
         return list(dict.fromkeys(name for rank in self._world.gather(lost) for name in rank))
 
     def _greedy(self) -> list[list[int]]:
-        return [response.token_ids for response in self.generator.generate(*self._probe)]
+        return self.generator.greedy(self._prompts, self._tokens)
 
     def _prove(self, before: list[list[int]]) -> None:
         self.make_room()

@@ -21,7 +21,7 @@ import torch
 
 from engine.config import Config
 from engine.generation import equal_weights
-from engine.generation.base import Generator, NamedTensors, Request, Sampling, Text
+from engine.generation.base import Generator, NamedTensors, Text
 from engine.generation.equal_weights import HandOverError, LogprobProof, Receipt
 from engine.launch import failures
 from engine.machine.link import Link, Manifest
@@ -271,8 +271,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
             elif order.kind == "held_out":
                 answer = _gathered(world, source.held_out(generator))
             elif order.kind == "probe":
-                requests = [Request(prompt, 0) for prompt in order.probe]
-                answer = [one.token_ids for one in generator.generate(requests, Sampling(order.tokens, 0.0, ()))]
+                answer = generator.greedy(order.probe, order.tokens)
             finished = time.perf_counter()
             if world.rank == 0:
                 world.link.send(f"answer-{number}", (answer, logprobs, receipts))

@@ -17,10 +17,11 @@ import torch
 
 from algorithms.base import Objective
 from engine.config import Config
-from engine.generation.base import Sampling
+from engine.data.prompts import Prompt
 from engine.generation.hf import HFGenerator
+from engine.generation.sampling import Sampling
 from engine.machine.world import World
-from engine.rollouts import responses
+from engine.rollouts.source import sample_responses
 from engine.sample import Sample
 from engine.tasks import addition
 from engine.training import export, models, weights
@@ -111,9 +112,9 @@ def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: t
     """Greedy accuracy on the first 512 held-out problems; every rank computes the same."""
     generator.renew(weights.full_weights(trainer.policy), step)
     problems = addition.problems("held_out")[:512]
-    prompts = [responses.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
+    prompts = [Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
     sampling = Sampling(addition.MAX_RESPONSE_TOKENS, 0.0, stops)
-    samples = responses.sample(
+    samples = sample_responses(
         prompts,
         generator,
         tokenizer,

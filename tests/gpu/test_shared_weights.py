@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.generation.base import Request, Sampling
+from engine.generation.sampling import Request, Sampling
 from engine.generation.shared_weights import SharedWeights
 from engine.generation.vllm import VLLMGenerator
 from engine.machine.world import World, joined

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.generation.base import Request, Response, Sampling
+from engine.generation.base import Response
+from engine.generation.sampling import Request, Sampling
 from engine.generation.vllm import VLLMGenerator
 from engine.machine.world import World, joined
 from engine.memory.planning import MemoryPlan

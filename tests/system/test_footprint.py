@@ -115,7 +115,7 @@ def test_settings_known_without_torch_are_those_of_the_trainer() -> None:
     from engine.training import liger, zero
 
     assert footprint.REDUCE_BUCKET == zero.REDUCE_BUCKET
-    assert footprint.FUSED_KINDS == liger.ARCHITECTURES
+    assert footprint.LLAMA_LIKE == liger.LLAMA_LIKE
 
 
 @pytest.fixture(scope="module")

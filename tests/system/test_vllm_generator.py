@@ -24,8 +24,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from engine.generation.base import Request, Response, Sampling, WrongStateError
+from engine.generation.base import Response, WrongStateError
 from engine.generation.equal_weights import HandOverError
+from engine.generation.sampling import Request, Sampling
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
 from engine.machine.world import joined

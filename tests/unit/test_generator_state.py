@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 
 from engine.generation import vllm_compat
-from engine.generation.base import Generator, Request, Response, Sampling, WrongStateError
-from engine.rollouts import responses
+from engine.generation.base import Generator, Response, WrongStateError
+from engine.generation.sampling import Request, Sampling, sample_seed
 
 
 class Recorder(Generator):
@@ -103,9 +103,9 @@ def test_a_failed_load_cannot_be_started() -> None:
 
 
 def test_sample_seeds_differ_by_run_step_and_sample() -> None:
-    seeds = {responses.sample_seed(seed, step, i) for seed in range(3) for step in range(4) for i in range(50)}
+    seeds = {sample_seed(seed, step, i) for seed in range(3) for step in range(4) for i in range(50)}
     assert len(seeds) == 600 and all(0 <= seed < 2**63 for seed in seeds)
-    assert responses.sample_seed(1, 2, 3) == responses.sample_seed(1, 2, 3)
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
 
 
 class Allocator:
