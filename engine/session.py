@@ -20,7 +20,7 @@ from engine.config import Config, ConfigError, cli
 from engine.launch import failures
 from engine.machine.world import World
 from engine.memory import meter, planning
-from engine.memory.budget import Side
+from engine.memory.arrangements import Side
 from engine.report import records
 from engine.report.closing import closing_lines
 from engine.report.output import Output

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.generation.shared_weights import SharedWeights
-    from engine.memory.budget import Sleep
+    from engine.memory.arrangements import Sleep
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when asked for a lower one that is not 0."""

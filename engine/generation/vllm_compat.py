@@ -25,7 +25,7 @@ import numpy as np
 from engine.generation.base import NamedTensors, Response
 
 if TYPE_CHECKING:
-    from engine.memory.budget import Sleep
+    from engine.memory.arrangements import Sleep
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the KV cache; whole blocks of a prompt are shared. vLLM's own 128 on the CPU shares little."""

@@ -26,9 +26,9 @@ from engine.generation.equal_weights import HandOverError, LogprobProof, Receipt
 from engine.launch import failures
 from engine.machine.link import Link, Manifest
 from engine.machine.world import World
-from engine.memory.footprint import GIB
 from engine.memory.meter import Meter
 from engine.memory.planning import MemoryPlan
+from engine.memory.training_bytes import GIB
 from engine.models import digest
 from engine.rollouts.source import Batch, Source
 from engine.sample import Sample

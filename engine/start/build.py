@@ -17,7 +17,7 @@ from engine.generation.base import Generator
 from engine.generation.equal_weights import LogprobProof
 from engine.machine.world import World
 from engine.memory import planning
-from engine.memory.budget import Side
+from engine.memory.arrangements import Side
 from engine.models import digest
 from engine.rollouts.source import Source
 from engine.schedules.base import Schedule

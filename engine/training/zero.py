@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import Config
-from engine.memory.footprint import REDUCE_BUCKET
+from engine.memory.training_bytes import REDUCE_BUCKET
 from engine.models.kinds import WHOLE_LAYERS
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
