@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.generation.receipt import Held, Receipt, Sent
+from engine.generation.equal_weights import Held, Receipt, SentWeights
+from engine.generation.sampling import Request, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -26,27 +27,6 @@ State = Literal["asleep", "weights", "ready"]
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 Text = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn; shared by all requests of a call."""
-
-    max_tokens: int
-    """Longest response, in tokens, the stop token included."""
-    temperature: float
-    """0 is greedy; its log-probabilities are those at temperature 1."""
-    stop_token_ids: tuple[int, ...]
-    """Generation ends with the first of these; it is kept as the response's last token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One response to be sampled."""
-
-    prompt_ids: list[int]
-    seed: int
-    """0 <= seed < 2**63; the response depends on it and on nothing else that varies between batches or ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +61,11 @@ class Generator(ABC):
         self._expect("generate", "ready")
         return self._generate(requests, sampling)
 
+    def greedy(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        """So many of the likeliest tokens after each prompt. Needs ``ready``."""
+        requests = [Request(prompt, seed=0) for prompt in prompts]
+        return [response.token_ids for response in self.generate(requests, Sampling(tokens, 0.0, ()))]
+
     def logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """[len(response)] fp32 log-probabilities of each given response, in nats at temperature 1. Needs ``ready``."""
         self._expect("logprobs", "ready")
@@ -106,7 +91,7 @@ class Generator(ABC):
         """
         self._expect("load_weights", "weights")
         self._fresh = False  # a load that fails half-way must not be started
-        sent = Sent(weights, self._as_held)
+        sent = SentWeights(weights, self._as_held)
         self._load_weights(sent)
         self.receipt = sent.receipt(version, self._held, self.unread, self._built)
         self.version, self._fresh = version, True

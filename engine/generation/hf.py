@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
-from engine.generation.receipt import Held
+from engine.generation.base import Generator, NamedTensors, Response, Text
+from engine.generation.equal_weights import Held
+from engine.generation.sampling import Request, Sampling
 from engine.models.digest import digest
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.generation import vllm_compat as compat
+from engine.generation import vllm_process as process
+from engine.generation.vllm_compat import GPU_BUILD, patch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -71,8 +72,8 @@ class SharedWeights:
     @cached_property
     def _fused(self) -> dict[str, list[nn.Parameter]]:
         """As ``fused``; empty for a model that vLLM does not know, or knows in another form."""
-        with compat.process_kept():
-            known = compat.import_vllm().ModelRegistry.models.get(self._kind)
+        with process.process_kept():
+            known = process.import_vllm().ModelRegistry.models.get(self._kind)
             packed = getattr(known.load_model_cls(), "packed_modules_mapping", None) if known else None
         return fused(self._parameters, packed) if packed else {}
 
@@ -188,7 +189,7 @@ def _loader(base: Any, shared: weakref.ref[SharedWeights]) -> Any:
             """Nothing to download."""
 
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
-            with _matrices_without_memory():
+            with matrices_without_memory():
                 return super().load_model(*args, **kwargs)
 
         def load_weights(self, model: Any, model_config: Any) -> None:
@@ -199,9 +200,10 @@ def _loader(base: Any, shared: weakref.ref[SharedWeights]) -> Any:
     return Loader
 
 
+@patch(GPU_BUILD, reason="makes its matrices on the GPU before they can be replaced by the trainer's")
 @contextmanager
-def _matrices_without_memory() -> Iterator[None]:
-    """Has vLLM make its matrices in host memory that nobody touches, so that they take none."""
+def matrices_without_memory() -> Iterator[None]:
+    """Has vLLM make them in host memory that nobody touches, so that they take none."""
     linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
     embedding: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     methods = [linear.UnquantizedLinearMethod, embedding.UnquantizedEmbeddingMethod]

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.generation import vllm_compat as compat
-from engine.generation.base import Generator, NamedTensors, Request, Response, Sampling, Text
-from engine.generation.receipt import Held, values
+from engine.generation import vllm_patches as patches
+from engine.generation import vllm_process as process
+from engine.generation.base import Generator, NamedTensors, Response, Text
+from engine.generation.equal_weights import Held, values
+from engine.generation.sampling import Request, Sampling
 
 if TYPE_CHECKING:
     import torch
 
     from engine.generation.shared_weights import SharedWeights
-    from engine.memory.budget import Sleep
+    from engine.memory.arrangements import Sleep
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when asked for a lower one that is not 0."""
@@ -73,12 +76,15 @@ class VLLMGenerator(Generator):
             raise ValueError(f"generation.tensor_parallel {tensor_parallel} does not divide the {ranks} rank(s)")
         self._max_model_len = max_model_len
         with ExitStack() as stack:
-            stack.enter_context(compat.process_kept())
-            vllm = compat.import_vllm()
-            compat.keep_process_group()
-            compat.name_shared_memory()
-            stack.enter_context(compat.model_classes_kept())
-            stack.enter_context(compat.weights_stay_awake(sleep == "kv"))
+            stack.enter_context(process.process_kept())
+            vllm = process.import_vllm()
+            process.keep_process_group()
+            process.leave_memory_unbound()
+            process.name_shared_memory()
+            stack.enter_context(process.model_classes_kept())
+            stack.enter_context(patches.weights_stay_awake(sleep == "kv"))
+            patches.capture_without_bar()
+            patches.count_ranks_uncompiled()
             self._sampling_params = vllm.SamplingParams
             self._llm: Any = vllm.LLM(
                 model_path,
@@ -99,7 +105,7 @@ class VLLMGenerator(Generator):
                 load_format=shared.register() if shared else "auto",
                 **compat.device_options(dtype, sleep),
             )
-        compat.look_up_blocks_once(self._llm)
+        patches.look_up_blocks_once(self._llm)
         self._level: Sleep = "none" if compat.on_cpu() else sleep
         self._tensor_parallel, self._shared = tensor_parallel, shared
         self._shapes, self._parameters = _checkpoint_layout(model_path)
@@ -140,14 +146,14 @@ class VLLMGenerator(Generator):
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
-        with compat.random_state_kept(), compat.requests_forgotten(self._llm):
-            return compat.generate(self._llm, prompts, params)
+        with process.random_state_kept(), patches.requests_forgotten(self._llm):
+            return patches.generate(self._llm, prompts, params)
 
     def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """As log-probabilities of a prompt, one token of which is the most that vLLM has to add to it."""
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": prompt + response} for prompt, response in texts]
-        with compat.random_state_kept(), compat.requests_forgotten(self._llm):
+        with process.random_state_kept(), patches.requests_forgotten(self._llm):
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
             np.array(
@@ -173,7 +179,7 @@ class VLLMGenerator(Generator):
 
     def _wake(self) -> None:
         if self._level != "none":
-            compat.wake_up(self._llm, "weights")
+            patches.wake_up(self._llm, "weights")
 
     def _load_weights(self, weights: NamedTensors) -> None:
         """Raises ValueError, naming the tensors, if any is missing, unknown or of a wrong shape."""
@@ -183,7 +189,7 @@ class VLLMGenerator(Generator):
             self._shared.refresh()
             return
         stream = _CheckedStream(weights, self._shapes)
-        compat.load_weights(self._llm, stream)
+        patches.load_weights(self._llm, stream)
         stream.raise_problems(self._parameters)
 
     def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -194,7 +200,7 @@ class VLLMGenerator(Generator):
 
     def _start(self) -> None:
         if self._level != "none":
-            compat.wake_up(self._llm, "kv_cache")
+            patches.wake_up(self._llm, "kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: it still holds keys of the old weights")
 
@@ -202,9 +208,9 @@ class VLLMGenerator(Generator):
         """Frees the engine; the process group stays. Call it before that ends; the sampler is of no use afterwards."""
         if self._level != "none" and self.state != "ready":  # vLLM cannot free what it has unmapped
             self._llm.wake_up(None if self.state == "asleep" else ["kv_cache"])
-        compat.shut_down(self._llm)
+        process.shut_down(self._llm)
         del self._llm, self._weights
-        compat.release_memory()
+        process.release_memory()
 
 
 class _CheckedStream:

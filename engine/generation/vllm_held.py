@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.generation import vllm_compat as compat
-from engine.generation.receipt import Held
+from engine.generation.equal_weights import Held
 from engine.models.digest import digest
 
 IDENTITY_ROWS = 256

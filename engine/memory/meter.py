@@ -15,10 +15,10 @@ import torch
 
 from engine.machine.world import World
 from engine.memory.planning import MemoryPlan
+from engine.memory.training_bytes import GIB
 
 ASLEEP_GROWTH = 0.05
 """Share by which the memory asleep may exceed that of the second cycle, the first one with AdamW's moments."""
-GIB = 2**30
 
 
 class MemoryGrowthError(RuntimeError):

@@ -15,8 +15,8 @@ import subprocess
 from dataclasses import dataclass, field
 
 from engine.config import Config, ConfigError
-from engine.memory.budget import Budget, Parts, Side, Sleep, gib, takes_turns
-from engine.memory.footprint import GIB
+from engine.memory.arrangements import Budget, Parts, Side, Sleep, gib, takes_turns
+from engine.memory.training_bytes import GIB
 
 
 @dataclass(frozen=True)

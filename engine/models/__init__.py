@@ -1,4 +1,4 @@
-"""What a model's folder holds, read before any weights load, and the digest that tells its weights from others.
+"""What a model's folder holds, read before any weights load; the digest that tells its weights from others; its kind.
 
-Both modules are for everybody.
+All modules are for everybody.
 """

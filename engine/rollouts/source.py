@@ -1,4 +1,4 @@
-"""What a sampler draws: rollout batches from the stream of prompts, and responses to the held-out ones."""
+"""What a sampler draws: batches from the stream of prompts to train on, and responses to the held-out prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from engine.config import Config
 from engine.data.prompts import Prompt, PromptStream
 from engine.data.stop_tokens import stop_token_ids
-from engine.generation.base import Generator, Sampling
-from engine.rollouts import responses
+from engine.generation.base import Generator
+from engine.generation.sampling import Request, Sampling, sample_seed
 from engine.sample import Sample
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Batch:
-    """A rollout batch, or a rank's share of it."""
+    """The samples of a step, or a rank's share of them."""
 
     step: int
     """Which one, counted from 0: it is trained on in this step."""
@@ -65,16 +65,16 @@ class Source:
         Every prompt of an epoch comes once before any comes again; a sample's random numbers follow from the seed, the
         step and its place in the whole batch.
         """
-        started, rollout_config = time.perf_counter(), self._config.rollout
+        started, settings = time.perf_counter(), self._config.rollout
         self._stream.cursor = cursor
-        prompts = self._stream.take(rollout_config.prompts_per_step)
+        prompts = self._stream.take(settings.prompts_per_step)
         share = len(prompts) // self._size
-        samples = responses.sample(
+        samples = sample_responses(
             prompts[self._rank * share : (self._rank + 1) * share],
             generator,
             self._tokenizer,
-            self._sampling(self._config.generation.temperature),
-            samples_per_prompt=rollout_config.samples_per_prompt,
+            Sampling.to_train(self._config, self._stops),
+            samples_per_prompt=settings.samples_per_prompt,
             first_group=self._rank * share,
             seed=self._config.seed,
             step=step,
@@ -89,16 +89,50 @@ class Source:
         """This rank's share of the responses to the held-out prompts: the same random numbers every time."""
         settings, count = self._config.eval, len(self._held_out)
         start, end = (count * rank // self._size for rank in (self._rank, self._rank + 1))
-        return responses.sample(
+        return sample_responses(
             self._held_out[start:end],
             generator,
             self._tokenizer,
-            self._sampling(settings.temperature),
+            Sampling.to_evaluate(self._config, self._stops),
             samples_per_prompt=settings.samples_per_prompt,
             first_group=start,
             seed=0,
             step=0,
         )
 
-    def _sampling(self, temperature: float) -> Sampling:
-        return Sampling(self._config.rollout.max_response_tokens, temperature, self._stops)
+
+def sample_responses(
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    *,
+    samples_per_prompt: int,
+    first_group: int,
+    seed: int,
+    step: int,
+) -> list[Sample]:
+    """Samples K responses to each prompt, each by a seed of its own, with their text for display and rewards.
+
+    Args:
+        prompts: this rank's part of the batch.
+        first_group: the place of its first prompt in the whole batch; seeds and ids count from there.
+        seed, step: together with a sample's place they fix its random numbers.
+    """
+    samples = [
+        Sample(
+            index=(first_group + i) * samples_per_prompt + k,
+            group_id=first_group + i,
+            prompt_ids=prompt.ids,
+            columns=prompt.columns,
+            prompt_text=prompt.text,
+        )
+        for i, prompt in enumerate(prompts)
+        for k in range(samples_per_prompt)
+    ]
+    requests = [Request(sample.prompt_ids, sample_seed(seed, step, sample.index)) for sample in samples]
+    for sample, response in zip(samples, generator.generate(requests, sampling), strict=True):
+        sample.response_ids, sample.behaviour_logprobs = response.token_ids, response.logprobs
+        sample.finish_reason, sample.policy_version = response.finish_reason, generator.version
+        sample.response_text = str(tokenizer.decode(response.token_ids, skip_special_tokens=True))
+    return samples

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.config import Config, ConfigError, cli, user_algorithm
 from engine.launch import failures, launcher
 from engine.machine import deadline, disk
-from engine.memory import footprint, model_shape
+from engine.memory import model_shape, training_bytes
 from engine.report import records
 from engine.report.recorder import Recorder
 from engine.run_folder import checkpoints
@@ -201,7 +201,7 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
         value = model_shape.read("model.value_path", config.model.value_path) if config.model.value_path else policy
     except ConfigError:  # a kind of model whose sizes are not to be had without loading it
         return None
-    item = footprint.item_bytes(config)
+    item = training_bytes.item_bytes(config)
     states = 8 if item == 4 and config.train.zero_stage == 0 else 12
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
     trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)

@@ -1,18 +1,24 @@
-"""How generation and training alternate, as a training rank sees it."""
+"""When a run generates and when it trains, as a training rank sees it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
+from engine.generation.equal_weights import LogprobProof
 from engine.memory.planning import MemoryPlan
 from engine.rollouts.source import Batch
 from engine.sample import Sample
 from engine.training.trainer import Trainer
 
 
-class Turns(ABC):
-    """A trainer and whatever samples for it. Every method is collective over the training ranks."""
+class Schedule(ABC):
+    """A trainer and whatever samples for it, as the settings of ``schedule`` arrange them.
+
+    Every method is collective over the training ranks.
+    """
 
     trainer: Trainer
     plan: MemoryPlan
@@ -53,10 +59,14 @@ class Turns(ABC):
     def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
         """Goes on from a checkpoint before ``step``: with what was in flight, or else the prompts after ``cursor``."""
 
+    @abstractmethod
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
         """Of the last step, which took so long and in which the trainer waited so long for its batch."""
-        return {}
 
     @abstractmethod
     def close(self) -> None:
         """Ends the sampler, before the process group ends."""
+
+    def _logprobs(self, proof: LogprobProof) -> np.ndarray:
+        """[T] log-probabilities of the proof's responses by the trainer's weights as they are now. Collective."""
+        return self.trainer.logprobs(self.trainer.policy, proof.samples, temperature=1.0).numpy()

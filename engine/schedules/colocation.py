@@ -1,6 +1,6 @@
 """Sampler and trainer on one set of devices: built in the order, and taking turns, as the memory plan says.
 
-    generate -> rest, take_back -> train -> make_room, hand_over -> generate
+    sample -> rest, take_back -> train -> make_room, hand_over -> sample
 
 Before the first step the whole turn is proved: the sampler sleeps, takes the weights it had, and must give the same
 greedy tokens as before. After every hand-over what lies in the sampler is compared with what was sent.
@@ -12,10 +12,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.generation.base import Generator, Request, Sampling
+from engine.generation import equal_weights
+from engine.generation.base import Generator
+from engine.generation.equal_weights import HandOverError
 from engine.machine.world import World
-from engine.schedules import proof
-from engine.schedules.proof import HandOverError
+from engine.rollouts.source import Batch, Source
+from engine.sample import Sample
+from engine.schedules.base import Schedule
 from engine.training import weights
 from engine.training.trainer import Trainer
 
@@ -26,14 +29,15 @@ if TYPE_CHECKING:
     BuildGenerator = Callable[[MemoryPlan, SharedWeights | None], Generator]
 
 
-class Colocation:
-    """Both, and their turns. Every method is collective; afterwards the sampler is ready.
+class Colocation(Schedule):
+    """Sampler and trainer in turns: every batch is drawn from the newest weights.
 
     Args:
         plan: who makes room for whom.
         copying_plan: makes the plan for weights that cannot be shared though ``plan`` says so.
         prompts: token ids that the turn is proved with.
         tokens: greedy tokens to each of them.
+        source: what is sampled.
         build_generator: makes the sampler, with the policy's first weights; or with those it is to share.
         build_trainer: makes the trainer, with the same weights.
         say: tells the person something.
@@ -41,6 +45,8 @@ class Colocation:
     Raises:
         HandOverError: the proof fails.
     """
+
+    phase = "generate"
 
     def __init__(
         self,
@@ -50,12 +56,14 @@ class Colocation:
         prompts: Sequence[list[int]],
         *,
         tokens: int,
+        source: Source,
         build_generator: BuildGenerator,
         build_trainer: Callable[[], Trainer],
         say: Callable[[str], None],
     ) -> None:
         self.plan, self._world, self._say, self._build_generator = plan, world, say, build_generator
-        self._probe = [Request(prompt, 0) for prompt in prompts], Sampling(tokens, 0.0, ())
+        self._source, self._cursor = source, 0
+        self._prompts, self._tokens = prompts, tokens
         self.answers: list[list[int]] = []  # the first policy's greedy tokens to the prompts
         if plan.zero_copy:
             self.trainer = build_trainer()
@@ -70,7 +78,7 @@ class Colocation:
             self.trainer = build_trainer()
         self._prove(before)
         if self.generator.unread:
-            say(proof.unread(self.generator.unread))
+            say(equal_weights.unread(self.generator.unread))
 
     def _shared_weights(self, copying_plan: Callable[[], MemoryPlan]) -> SharedWeights | None:
         from engine.generation.shared_weights import SharedWeights
@@ -84,33 +92,43 @@ class Colocation:
             return None
         return shared
 
+    def sample(self, step: int) -> Batch:
+        batch = self._source.batch(self.generator, step, self._cursor)
+        self._cursor = batch.cursor
+        return batch
+
     def rest(self) -> None:
-        """The sampler gives up its memory."""
         self.generator.sleep()
 
     def take_back(self) -> None:
-        """The optimizer states come back, where the plan has them moved."""
         if self.plan.offload:
             self.trainer.reload()
 
     def make_room(self) -> None:
-        """The optimizer states go to host memory, where the plan has them moved."""
         if self.plan.offload:
             self.trainer.offload()
 
     def hand_over(self, version: int) -> None:
-        """The sampler gets the trainer's weights, after ``version`` updates, and its memory.
+        """The sampler gets its memory, and the trainer's weights after ``version`` updates; then it is ready.
 
         Raises:
             HandOverError: on all ranks, if the sampler of any does not hold what it was sent.
         """
         if lost := self._renew(version):
-            raise proof.lost(version, lost)
+            raise equal_weights.lost(version, lost)
 
-    @property
-    def metrics(self) -> dict[str, float]:
+    def held_out(self) -> list[Sample]:
+        return self._source.held_out(self.generator)
+
+    def resume(self, batches: Sequence[Batch], step: int, cursor: int) -> None:
+        self._cursor = cursor
+
+    def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
         """Of the last hand-over."""
         return self.generator.receipt.metrics if self.generator.receipt else {}
+
+    def close(self) -> None:
+        self.generator.close()
 
     def _renew(self, version: int) -> list[str]:
         """The hand-over; gives the tensors that any rank's sampler lost. Collective."""
@@ -121,13 +139,13 @@ class Colocation:
         return list(dict.fromkeys(name for rank in self._world.gather(lost) for name in rank))
 
     def _greedy(self) -> list[list[int]]:
-        return [response.token_ids for response in self.generator.generate(*self._probe)]
+        return self.generator.greedy(self._prompts, self._tokens)
 
     def _prove(self, before: list[list[int]]) -> None:
         self.make_room()
         lost = self._renew(0)
         if lost and self.plan.sleep != "level2":
-            raise proof.lost(0, lost)
+            raise equal_weights.lost(0, lost)
         self.answers = after = self._greedy()
         if not self._world.max(after != before) and not lost:
             return

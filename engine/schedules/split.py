@@ -20,20 +20,19 @@ import numpy as np
 import torch
 
 from engine.config import Config
-from engine.generation.base import Generator, NamedTensors, Request, Sampling, Text
-from engine.generation.receipt import Receipt
+from engine.generation import equal_weights
+from engine.generation.base import Generator, NamedTensors, Text
+from engine.generation.equal_weights import HandOverError, LogprobProof, Receipt
 from engine.launch import failures
 from engine.machine.link import Link, Manifest
 from engine.machine.world import World
-from engine.memory.footprint import GIB
 from engine.memory.meter import Meter
 from engine.memory.planning import MemoryPlan
+from engine.memory.training_bytes import GIB
 from engine.models import digest
 from engine.rollouts.source import Batch, Source
 from engine.sample import Sample
-from engine.schedules import proof
-from engine.schedules.base import Turns
-from engine.schedules.proof import HandOverError, Proof
+from engine.schedules.base import Schedule
 from engine.training import weights
 from engine.training.trainer import Trainer
 
@@ -65,7 +64,7 @@ class Order:
     tokens: int = 0
 
 
-class SplitTraining(Turns):
+class SplitTraining(Schedule):
     """The training side.
 
     Args:
@@ -99,15 +98,15 @@ class SplitTraining(Turns):
         self._outstanding: Literal["batch", "held_out", "probe", "stop"] | None = None
         self._drawn: dict[int, Batch] = {}
         self._last: dict[str, float] = {}  # of the last batch
-        self._proof: Proof | None = None
+        self._proof: LogprobProof | None = None
         self._expected: np.ndarray | None = None
         self._sent: dict[str, torch.Tensor] = {}  # digests of the weights that went with the last order
         self._unread: list[str] = []  # in the other side's samplers
         self._proved: dict[str, float] = {}
         answers = self._probed(probe, tokens)
-        self._proof = Proof(probe, answers, config.generation.max_logprob_gap)
+        self._proof = LogprobProof(probe, answers, config.generation.max_logprob_gap)
         if self._unread:
-            say(proof.unread(self._unread))
+            say(equal_weights.unread(self._unread))
 
     @property
     def _link(self) -> Link:
@@ -170,7 +169,7 @@ class SplitTraining(Turns):
                 for _ in tensors:
                     pass
             self._sampler_version = self._version
-            self._expected = self._proof.expected(self.trainer) if self._proof else None
+            self._expected = self._logprobs(self._proof) if self._proof else None
 
     def _digested(self, tensors: NamedTensors) -> Iterator[torch.Tensor]:
         for name, tensor in tensors:
@@ -201,7 +200,7 @@ class SplitTraining(Turns):
         lost = [name for receipt in receipts for name in receipt.lost]
         lost += [name for receipt in receipts for name, value in receipt.sent.items() if sent[name] != value]
         if lost:
-            raise proof.lost(self._sampler_version, list(dict.fromkeys(lost)))
+            raise equal_weights.lost(self._sampler_version, list(dict.fromkeys(lost)))
         self._proved, self._unread = dict(receipts[-1].metrics), receipts[-1].unread
 
     def hand_over(self, version: int) -> None:
@@ -272,8 +271,7 @@ def generate(config: Config, world: World, build: Callable[[Config, World, str],
             elif order.kind == "held_out":
                 answer = _gathered(world, source.held_out(generator))
             elif order.kind == "probe":
-                requests = [Request(prompt, 0) for prompt in order.probe]
-                answer = [one.token_ids for one in generator.generate(requests, Sampling(order.tokens, 0.0, ()))]
+                answer = generator.greedy(order.probe, order.tokens)
             finished = time.perf_counter()
             if world.rank == 0:
                 world.link.send(f"answer-{number}", (answer, logprobs, receipts))

@@ -20,10 +20,12 @@ from algorithms.rollout import Objective, Rollout, every_response, likelihood
 from engine.config import Config
 from engine.config.learning import Train
 from engine.config.schema import config_with
-from engine.generation.base import Sampling
+from engine.data.prompts import Prompt
 from engine.generation.hf import HFGenerator
+from engine.generation.sampling import Sampling
 from engine.machine.world import World
-from engine.rollouts import experience, responses
+from engine.rollouts import experience
+from engine.rollouts.source import sample_responses
 from engine.sample import Sample
 from engine.tasks import addition
 from engine.training import export, models, weights
@@ -114,9 +116,9 @@ def _accuracy(trainer: Trainer, generator: HFGenerator, tokenizer: Any, stops: t
     """Greedy accuracy on the first 512 held-out problems; every rank computes the same."""
     generator.renew(weights.full_weights(trainer.policy), step)
     problems = addition.problems("held_out")[:512]
-    prompts = [responses.Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
+    prompts = [Prompt(tokenizer.encode(row["prompt"]), row["prompt"], row) for row in problems]
     sampling = Sampling(addition.MAX_RESPONSE_TOKENS, 0.0, stops)
-    samples = responses.sample(
+    samples = sample_responses(
         prompts,
         generator,
         tokenizer,

@@ -14,16 +14,15 @@ import torch
 
 from engine.config import Config
 from engine.generation.base import Generator
+from engine.generation.equal_weights import LogprobProof
 from engine.machine.world import World
 from engine.memory import planning
-from engine.memory.budget import Side
+from engine.memory.arrangements import Side
 from engine.models import digest
 from engine.rollouts.source import Source
-from engine.schedules.base import Turns
+from engine.schedules.base import Schedule
 from engine.schedules.colocation import Colocation
-from engine.schedules.in_turns import Alternating
 from engine.schedules.overlapping import Overlapping
-from engine.schedules.proof import Proof
 from engine.schedules.split import SplitTraining
 from engine.start.preflight import Inputs
 from engine.training import lora, models
@@ -117,7 +116,7 @@ def turns(
     plans: dict[Side, planning.MemoryPlan],
     source: Source,
     say: Callable[[str], None],
-) -> Turns:
+) -> Schedule:
     """Trainer and sampler from the checkpoint at ``path``, as the run's schedule has them, their hand-over proved.
 
     Collective over the training ranks.
@@ -143,19 +142,21 @@ def turns(
 
     if config.generating_ranks:
         return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens, say)
-    pair = Colocation(
+    colocation = Colocation(
         world,
         plans["train"],
         lambda: memory_plans(_copying(config), world)["train"],
         probe,
         tokens=tokens,
+        source=source,
         build_generator=generator,
         build_trainer=trainer,
         say=say,
     )
     if config.schedule.staleness == 0:
-        return Alternating(pair, source)
-    return Overlapping(pair, source, Proof(probe, pair.answers, config.generation.max_logprob_gap), config.train.steps)
+        return colocation
+    proof = LogprobProof(probe, colocation.answers, config.generation.max_logprob_gap)
+    return Overlapping(colocation, proof, config.train.steps)
 
 
 def sampler(inputs: Inputs, config: Config, world: World, path: str) -> tuple[Generator, Source]:

@@ -10,7 +10,7 @@ from engine import rewards
 from engine.config import Config, ConfigError
 from engine.machine.world import World
 from engine.memory import planning
-from engine.memory.budget import Side
+from engine.memory.arrangements import Side
 from engine.report.output import Output
 from engine.run_folder import checkpoints
 from engine.start import bootstrap, build

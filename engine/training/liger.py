@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.models.kinds import LLAMA_LIKE
+
 # Liger looks for kernels for other vendors' devices and warns that it finds none.
 logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE = "apply_rotary_pos_emb"
 """What transformers' attention calls for it."""
 
@@ -26,7 +27,7 @@ def patch(model: PreTrainedModel) -> bool:
     Only this model changes: Liger's own functions also replace classes and functions in the model's Python module,
     which every other model of the kind (transformers' sampler, say) would then use; those are put back.
     """
-    if model.config.model_type not in ARCHITECTURES or importlib.util.find_spec("liger_kernel") is None:
+    if model.config.model_type not in LLAMA_LIKE or importlib.util.find_spec("liger_kernel") is None:
         return False
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, liger_rotary_pos_emb
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kernels
+from engine.models.kinds import LLAMA_LIKE
 from engine.training import liger
 
 
@@ -30,10 +31,10 @@ def patch(model: PreTrainedModel) -> bool:
     fp32, by cosines and sines with the model's dtype's digits, and rounded once.
 
     Returns:
-        True if the model was changed: it is of one of ``liger.ARCHITECTURES`` and in bf16 or fp16.
+        True if the model was changed: it is one of ``kinds.LLAMA_LIKE``, in bf16 or fp16.
     """
     dtype = model.dtype
-    if model.config.model_type not in liger.ARCHITECTURES or dtype not in (torch.bfloat16, torch.float16):
+    if model.config.model_type not in LLAMA_LIKE or dtype not in (torch.bfloat16, torch.float16):
         return False
     backbone: Any = model.base_model
     backbone.embed_tokens.register_forward_hook(lambda module, inputs, embedded: embedded.float())

@@ -12,20 +12,16 @@ from torch import Tensor
 from algorithms.rollout import Objective
 from engine.config import Config
 from engine.config.numerics import old_source
+from engine.generation.equal_weights import Gap
 from engine.machine.world import World
 from engine.sample import Sample
 from engine.training import learning_rate, liger, lora, models, residual, zero
 from engine.training.averages import Averages
 from engine.training.backward import policy_pass, value_pass
-from engine.training.gap import Gap
 from engine.training.minibatch import minibatches
 from engine.training.offload import HostStates
 from engine.training.packing import Microbatch, microbatches
 from engine.training.token_store import TokenStore
-
-
-class WeightsDisagreeError(RuntimeError):
-    """Sampler and trainer give different log-probabilities to the same tokens: they do not hold the same weights."""
 
 
 class Update(NamedTuple):
@@ -249,18 +245,9 @@ class Trainer:
         self, sampler: Tensor, own: Tensor, samples: Sequence[Sample], step: int, averages: Averages
     ) -> None:
         """Compares sampler and trainer before the first optimizer step; fails above the limit."""
-        gap, limit = Gap.between(sampler, own, self.world), self.config.generation.max_logprob_gap
-        if not gap.mean <= limit:
-            versions = sorted({sample.policy_version for sample in samples})
-            raise WeightsDisagreeError(
-                f"step {step + 1}: the log-probabilities of the sampler, at policy version "
-                f"{', '.join(map(str, versions))}, differ from the trainer's by {gap.mean:.4f} nats a token on average "
-                f"(99.9 percent of the tokens within {gap.p999:.4f}; rank {gap.worst_rank} is the furthest off), more "
-                f"than generation.max_logprob_gap = {limit}: they do not hold the same weights, or compute too "
-                "differently"
-            )
-        averages.add_equal("weights/logprob_gap_mean", gap.mean)
-        averages.add_equal("weights/logprob_gap_p999", gap.p999)
+        gap = Gap.between(sampler, own, self.world)
+        for name, value in gap.check(self.config.generation.max_logprob_gap, samples, step).items():
+            averages.add_equal(name, value)
 
     def _step(self, engine: DeepSpeedEngine, name: str, averages: Averages) -> None:
         self._note_rate(engine, name, averages)

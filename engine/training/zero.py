@@ -18,16 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import Config
-from engine.memory.footprint import LAYERED_KINDS
+from engine.memory.training_bytes import REDUCE_BUCKET
+from engine.models.kinds import WHOLE_LAYERS
 from engine.training.learning_rate import advance, schedule_factor
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On a CPU DeepSpeed would first compile a shared-memory all-reduce, for half a minute and more; gloo does without.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-REDUCE_BUCKET = 50_000_000
-"""Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and its
-default of ten times as much takes 1 GB in 16 bits."""
 
 
 def prepare_deepspeed(model: nn.Module, config: Config) -> DeepSpeedEngine:
@@ -79,7 +76,7 @@ def gather_whole_layers(model: nn.Module) -> None:
     """
     models: list[Any] = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
     for backbone in (one for one in models if one.base_model is one):
-        if backbone.config.model_type not in LAYERED_KINDS:
+        if backbone.config.model_type not in WHOLE_LAYERS:
             continue
         reached = backbone.get_input_embeddings().weight.requires_grad
         for layer in backbone.layers:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.generation.base import Request, Sampling
+from engine.generation.sampling import Request, Sampling
 from engine.generation.shared_weights import SharedWeights
 from engine.generation.vllm import VLLMGenerator
 from engine.machine.world import World, joined
-from engine.memory.budget import Sleep
+from engine.memory.arrangements import Sleep
 from engine.training import weights
 from tests.system import shared
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine.config import Config
-from engine.generation.base import Request, Sampling, WrongStateError
+from engine.generation.base import WrongStateError
+from engine.generation.sampling import Request, Sampling
 from engine.generation.vllm import VLLMGenerator
 from engine.machine.world import World, joined
 from engine.memory.meter import in_use
@@ -37,6 +38,7 @@ def colocation(model: str, plan: MemoryPlan, world: World, stage: int, tensor_pa
         lambda: _unplanned(),
         PROMPTS,
         tokens=PROBE_TOKENS,
+        source=None,
         build_generator=lambda plan, shared: VLLMGenerator(
             model,
             dtype="bfloat16",

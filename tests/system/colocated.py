@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.generation.base import Request, Response, Sampling
+from engine.generation.base import Response
+from engine.generation.sampling import Request, Sampling
 from engine.generation.vllm import VLLMGenerator
 from engine.machine.world import World, joined
 from engine.memory.planning import MemoryPlan
@@ -82,6 +83,7 @@ def turn(model: str, stage: int, tensor_parallel: int, world: World) -> list[Res
         lambda: MemoryPlan("none", False, False, 0),
         PROMPTS,
         tokens=16,
+        source=None,
         build_generator=lambda plan, shared: build(model, tensor_parallel),
         build_trainer=lambda: offloading.trainer(model, stage, "float32", world),
         say=print,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import engine.run
+from engine.generation.equal_weights import HandOverError
 from engine.generation.hf import HFGenerator
-from engine.schedules.proof import HandOverError
 
 
 def hf(patch: pytest.MonkeyPatch, victim: str) -> None:
@@ -32,10 +32,10 @@ def hf(patch: pytest.MonkeyPatch, victim: str) -> None:
 
 def vllm(patch: pytest.MonkeyPatch, victim: str) -> None:
     """vLLM's loaders, copying or only refreshing the vectors of shared weights, get one tensor as it came first."""
-    from engine.generation import vllm_compat
+    from engine.generation import vllm_patches
     from engine.generation.shared_weights import SharedWeights
 
-    load, refresh, first = vllm_compat.load_weights, SharedWeights.refresh, {}
+    load, refresh, first = vllm_patches.load_weights, SharedWeights.refresh, {}
 
     def stale(weights: Any) -> Any:
         for name, tensor in weights:
@@ -50,7 +50,7 @@ def vllm(patch: pytest.MonkeyPatch, victim: str) -> None:
         finally:
             del model.load_weights
 
-    patch.setattr(vllm_compat, "load_weights", lambda llm, weights: load(llm, stale(weights)))
+    patch.setattr(vllm_patches, "load_weights", lambda llm, weights: load(llm, stale(weights)))
     patch.setattr(SharedWeights, "refresh", losing_refresh)
 
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import Config
 from engine.machine.world import World, joined
-from engine.memory import footprint, model_shape
-from engine.memory.footprint import Engine
+from engine.memory import model_shape, training_bytes
+from engine.memory.training_bytes import Engine
 from engine.sample import Sample
 from engine.training import models
 from engine.training.packing import microbatches
@@ -74,16 +74,16 @@ def measured_and_predicted(stage: int, dtype: str, ranks: int) -> tuple[dict[str
     from engine.training import zero
 
     layer = WIDTH * WIDTH
-    zero.REDUCE_BUCKET = footprint.REDUCE_BUCKET = 2 * layer
-    footprint.GATHERED_ELEMENTS, footprint.FETCHED_ELEMENTS = LAYERS // 2 * layer, layer
+    zero.REDUCE_BUCKET = training_bytes.REDUCE_BUCKET = 2 * layer
+    training_bytes.GATHERED_ELEMENTS, training_bytes.FETCHED_ELEMENTS = LAYERS // 2 * layer, layer
     plain = zero._settings
 
     def settings(config: Config, stage: int) -> dict[str, Any]:
         found = plain(config, stage)
         found["zero_optimization"] |= {
-            "stage3_max_reuse_distance": footprint.GATHERED_ELEMENTS,
-            "stage3_max_live_parameters": footprint.GATHERED_ELEMENTS,
-            "stage3_prefetch_bucket_size": footprint.FETCHED_ELEMENTS,
+            "stage3_max_reuse_distance": training_bytes.GATHERED_ELEMENTS,
+            "stage3_max_live_parameters": training_bytes.GATHERED_ELEMENTS,
+            "stage3_prefetch_bucket_size": training_bytes.FETCHED_ELEMENTS,
         }
         return found
 
@@ -91,7 +91,7 @@ def measured_and_predicted(stage: int, dtype: str, ranks: int) -> tuple[dict[str
     config = Config.model_validate(
         {"data": {"task": "addition"}, "model": {"dtype": dtype}, "train": {"zero_stage": stage}}
     )
-    item = footprint.item_bytes(config)
+    item = training_bytes.item_bytes(config)
     expected = Engine(parameters=LAYERS * layer, largest=layer, item=item, stage=stage, ranks=ranks)
     peaks = {}
     with Allocated() as memory:
@@ -114,8 +114,8 @@ def measured_and_predicted(stage: int, dtype: str, ranks: int) -> tuple[dict[str
 def test_settings_known_without_torch_are_those_of_the_trainer() -> None:
     from engine.training import liger, zero
 
-    assert footprint.REDUCE_BUCKET == zero.REDUCE_BUCKET
-    assert footprint.FUSED_KINDS == liger.ARCHITECTURES
+    assert training_bytes.REDUCE_BUCKET == zero.REDUCE_BUCKET
+    assert training_bytes.LLAMA_LIKE == liger.LLAMA_LIKE
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def one_rank() -> Iterator[None]:
     from engine.training import zero
 
     with pytest.MonkeyPatch.context() as patch, joined("cpu", 1):
-        for module in (zero, footprint):  # what the measurement sets does not outlast it
+        for module in (zero, training_bytes):  # what the measurement sets does not outlast it
             patch.setattr(module, "REDUCE_BUCKET", module.REDUCE_BUCKET)
         patch.setattr(zero, "_settings", zero._settings)
         for name in ("GATHERED_ELEMENTS", "FETCHED_ELEMENTS"):
-            patch.setattr(footprint, name, getattr(footprint, name))
+            patch.setattr(training_bytes, name, getattr(training_bytes, name))
         yield
 
 
@@ -164,7 +164,7 @@ def test_a_forward_pass_saves_what_is_predicted(family: str, checkpointing: bool
         hidden = policy.model.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.layout
         )
-    expected = footprint.Pass(shape, 1024, dtype.itemsize, checkpointing, fused=False)
+    expected = training_bytes.Pass(shape, 1024, dtype.itemsize, checkpointing, fused=False)
     heads = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     copies = -expected.layer if checkpointing else shape.layers * dtype.itemsize * heads
     assert memory.now == pytest.approx(expected.activations + 1024 * copies, rel=0.06), hidden

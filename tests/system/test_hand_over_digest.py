@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import engine.run
-from engine.schedules.proof import HandOverError
+from engine.generation.equal_weights import HandOverError
 from tests import users
 from tests.system import losing
 from tests.system.helpers import rank_outputs, run_ranks, steps

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.generation.base import Request, Sampling
 from engine.generation.hf import HFGenerator
+from engine.generation.sampling import Request, Sampling
 
 PROMPTS = [[1, 4], [1, 5, 6, 13, 7, 8, 14], [1, 9, 13, 3, 14], [1, 3]]
 SAMPLING = Sampling(max_tokens=6, temperature=0.8, stop_token_ids=(2, 14))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import Config
+from engine.generation.equal_weights import WeightsDisagreeError
 from engine.machine.world import World, joined
 from engine.rollouts import experience
 from engine.start import build
@@ -17,7 +18,7 @@ from engine.training import models, zero
 from engine.training.averages import Averages
 from engine.training.backward import policy_pass
 from engine.training.packing import microbatches
-from engine.training.trainer import Trainer, WeightsDisagreeError
+from engine.training.trainer import Trainer
 from tests.system import gradients
 from tests.system.helpers import run_ranks
 

@@ -24,12 +24,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from engine.generation.base import Request, Response, Sampling, WrongStateError
+from engine.generation.base import Response, WrongStateError
+from engine.generation.equal_weights import HandOverError
+from engine.generation.sampling import Request, Sampling
 from engine.generation.vllm import VLLMGenerator
 from engine.generation.vllm_compat import CPU_BLOCK_SIZE
 from engine.machine.world import joined
 from engine.memory.planning import MemoryPlan
-from engine.schedules.colocation import Colocation, HandOverError
+from engine.schedules.colocation import Colocation
 from tests.system.helpers import rank_outputs
 
 VOCABULARY, MAX_LEN, KV_CACHE = 48, 160, 2**26
@@ -458,6 +460,7 @@ def test_proof_of_the_turn_notices_one_wrong_tensor(
             lambda: pytest.fail("nothing is shared"),
             PROMPTS,
             tokens=16,
+            source=None,
             build_generator=lambda plan, shared: sampler,
             build_trainer=lambda: SimpleNamespace(policy=SimpleNamespace(module=SimpleNamespace(**named(trained)))),
             say=print,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.generation.base import Generator, Response
+from engine.generation.equal_weights import HandOverError
 from engine.memory.planning import MemoryPlan
-from engine.schedules.colocation import Colocation, HandOverError
+from engine.schedules.colocation import Colocation
 from engine.start import build
 
 WORLD = SimpleNamespace(max=float)
@@ -65,6 +66,7 @@ def colocation(log: list[str], weight: int = 7, loses: tuple[str, ...] = (), **p
         lambda: MemoryPlan("level2", True, False, 1, checkpointing=True),
         [[1, 2], [3]],
         tokens=4,
+        source=None,
         build_generator=lambda plan, shared: Sampler(log, plan.sleep in loses),
         build_trainer=trainer,
         say=log.append,

@@ -11,7 +11,8 @@ import pytest
 from engine.config import Config, ConfigError, Data
 from engine.data.encoding import PromptEncoder
 from engine.data.prompts import Prompt, PromptStream, load_prompts, load_tokenizer
-from engine.generation.base import Request, Response, Sampling
+from engine.generation.base import Response
+from engine.generation.sampling import Request, Sampling
 from engine.rollouts.source import Source
 from engine.tasks import addition
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from engine.generation.equal_weights import Gap
 from engine.machine.world import World
-from engine.training.gap import Gap
 
 
 class Thread(World):

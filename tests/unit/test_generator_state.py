@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
-from engine.generation import vllm_compat
-from engine.generation.base import Generator, Request, Response, Sampling, WrongStateError
-from engine.rollouts import responses
+from engine.generation import vllm_patches
+from engine.generation.base import Generator, Response, WrongStateError
+from engine.generation.sampling import Request, Sampling, sample_seed
 
 
 class Recorder(Generator):
@@ -103,9 +103,9 @@ def test_a_failed_load_cannot_be_started() -> None:
 
 
 def test_sample_seeds_differ_by_run_step_and_sample() -> None:
-    seeds = {responses.sample_seed(seed, step, i) for seed in range(3) for step in range(4) for i in range(50)}
+    seeds = {sample_seed(seed, step, i) for seed in range(3) for step in range(4) for i in range(50)}
     assert len(seeds) == 600 and all(0 <= seed < 2**63 for seed in seeds)
-    assert responses.sample_seed(1, 2, 3) == responses.sample_seed(1, 2, 3)
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
 
 
 class Allocator:
@@ -131,10 +131,10 @@ def test_waking_up_without_room_takes_nothing_and_says_the_bytes(monkeypatch: py
     llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
     if free < 700:
         with pytest.raises(RuntimeError, match="kv cache needs 700 bytes, 699 are free"):
-            vllm_compat.wake_up(llm, "kv_cache")
+            vllm_patches.wake_up(llm, "kv_cache")
         assert not woken
     else:
-        vllm_compat.wake_up(llm, "kv_cache")
+        vllm_patches.wake_up(llm, "kv_cache")
         assert woken == ["kv_cache"]
 
 
@@ -150,8 +150,8 @@ def test_weights_that_stay_awake_are_kept_out_of_the_sleeping_pool(
             return nullcontext()
 
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
-    monkeypatch.setattr(vllm_compat, "on_cpu", lambda: False)
-    with vllm_compat.weights_stay_awake(stay):
+    monkeypatch.setattr(vllm_patches, "on_cpu", lambda: False)
+    with vllm_patches.weights_stay_awake(stay):
         for tag in ("weights", "kv_cache"):
             with Worker()._maybe_get_memory_pool_context(tag):
                 pass

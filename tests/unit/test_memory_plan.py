@@ -17,8 +17,8 @@ from engine import run
 from engine.config import Config, ConfigError
 from engine.machine.world import World
 from engine.memory import model_shape, planning
-from engine.memory.footprint import GIB
 from engine.memory.planning import MemoryPlan, Phase
+from engine.memory.training_bytes import GIB
 from engine.start import build
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,7 @@
-"""What each part of a run takes of a GPU, in bytes, by the source of what allocates it.
+"""What a process and the training in it take of a GPU, in bytes, by the source of what allocates it.
 
 DeepSpeed 0.19.8's optimizers with the settings of ``engine.training.zero``, transformers' decoders with Liger's kernels
-and a variable-length attention, ``kernels``' loss head, vLLM 0.26. What no source says is a constant here only.
+and a variable-length attention, ``kernels``' loss head. What no source says is a constant here only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from engine.config import Config
 from engine.machine import devices
 from engine.memory.model_shape import ModelShape
+from engine.models.kinds import LLAMA_LIKE
 
 GIB = 2**30
 MIB = 2**20
@@ -22,34 +23,20 @@ PROCESS_BYTES = 768 * MIB
 """CUDA context, loaded kernels and cuBLAS workspaces of a process that trains and samples."""
 NCCL_BYTES = 512 * MIB
 """NCCL's buffers for the run's and vLLM's groups; with several ranks only."""
-VLLM_BYTES = 256 * MIB
-"""What vLLM keeps while it sleeps: block tables, input batch, attention workspaces."""
-GRAPH_BYTES_PER_LAYER = 24 * MIB
-"""CUDA graphs of vLLM, all captured batch sizes together, for each layer."""
 ALLOCATOR_SHARE = 0.05
 """PyTorch's allocator holds so much more than the activations and gradients of a training step need."""
 
 REDUCE_BUCKET = 50_000_000
-"""Elements: ``engine.training.zero.REDUCE_BUCKET``, without importing torch."""
+"""Gradient elements that are averaged over ranks at a time. ZeRO-3 keeps a buffer of this size for each engine, and
+DeepSpeed's default of ten times as much takes 1 GB in 16 bits."""
 GATHERED_ELEMENTS = 1_000_000_000
 """ZeRO-3 keeps so much gathered on the way from the forward to the backward pass (``stage3_max_reuse_distance``)."""
 FETCHED_ELEMENTS = 50_000_000
 """What ZeRO-3 fetches ahead in one go (``stage3_prefetch_bucket_size``): gathered as one and then copied apart."""
-VLLM_BATCHED_TOKENS = 16384
-"""vLLM's default for tokens in one forward pass on cards of 70 GiB and more; on smaller ones and A100s it is half."""
-VLLM_BLOCK = 16
-"""Tokens in a block of vLLM's KV cache."""
-LOGIT_COPIES = 4
-"""vLLM's sampler: fp32 logits, log-probabilities, probabilities and noise."""
 ENTROPY_BYTES_PER_LOGIT = 4
 """The loss head keeps exp(z) in fp32 rather than 16 bits where the entropy or a soft cap changes the gradient."""
 SCAN_TILE = 256
 """Columns of the loss head's scan that share a row's statistics, 8 bytes; a row has 96 bytes more."""
-FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""``engine.training.liger.ARCHITECTURES``, without importing torch."""
-LAYERED_KINDS = (*FUSED_KINDS, "gpt_neox")
-"""``model_type`` of models whose layers ZeRO-3 gathers whole: they take the hidden states as their first argument,
-which is where DeepSpeed's hooks look for what needs a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,25 +242,7 @@ def training(
 
 def _fused(shape: ModelShape) -> bool:
     """Whether Liger's kernels will run; a plan made where no GPU is takes them for installed where one is."""
-    return shape.kind in FUSED_KINDS and (find_spec("liger_kernel") is not None or devices.visible_gpus() == 0)
-
-
-def kv_bytes_per_token(shape: ModelShape, item: int, tensor_parallel: int) -> int:
-    """Keys and values of one token on one rank; heads are not split further than one a rank."""
-    return 2 * shape.layers * math.ceil(shape.kv_heads / tensor_parallel) * shape.head_dim * item
-
-
-def kv_bytes(shape: ModelShape, item: int, tensor_parallel: int, sequences: int, length: int) -> int:
-    """KV cache for so many sequences of full length, in vLLM's blocks, one of which it leaves empty."""
-    blocks = sequences * math.ceil(length / VLLM_BLOCK) + 1
-    return blocks * VLLM_BLOCK * kv_bytes_per_token(shape, item, tensor_parallel)
-
-
-def vllm_activations(shape: ModelShape, item: int, tensor_parallel: int, sequences: int, prompt: int) -> int:
-    """The larger of prompts passing through an MLP, as many as vLLM takes at a time, and of sampling all sequences."""
-    tokens = min(VLLM_BATCHED_TOKENS, sequences * prompt)
-    prefill = tokens * item * (2 * shape.hidden + 3 * math.ceil(shape.intermediate / tensor_parallel))
-    return max(prefill, LOGIT_COPIES * 4 * sequences * shape.vocabulary)
+    return shape.kind in LLAMA_LIKE and (find_spec("liger_kernel") is not None or devices.visible_gpus() == 0)
 
 
 def item_bytes(config: Config) -> int:

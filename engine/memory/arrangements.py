@@ -1,4 +1,4 @@
-"""The parts of the memory plan: what each model, pass and cache takes in each phase, under each arrangement.
+"""The arrangements that a memory plan chooses from: what each model, pass and cache takes in each phase under each.
 
 Sampler and trainer take turns on a GPU, are awake on it at once, or have GPUs of their own.
 """
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import Config, ConfigError
-from engine.memory import footprint, model_shape
-from engine.memory.footprint import GIB
+from engine.memory import kv_cache, model_shape, sampler_bytes, training_bytes
 from engine.memory.model_shape import ModelShape
+from engine.memory.training_bytes import GIB
+from engine.models.kinds import LLAMA_LIKE, WHOLE_LAYERS
 
 Sleep = Literal["none", "kv", "level1", "level2"]
 Side = Literal["train", "generate"]
@@ -24,8 +25,6 @@ RESERVE = 0.05
 """Share of a GPU that the plan leaves free."""
 USEFUL_KV_SHARE = 0.2
 """A KV cache of this share of a GPU is useful, even if not every sequence fits at a time."""
-SHARED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Models whose weights trainer and sampler can share."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads a vocabulary to a multiple of this; a padded embedding is not the trainer's."""
 ADVICE = {
@@ -64,7 +63,7 @@ class Budget:
     samples: bool
     """A sampler lives on these GPUs."""
     gpu_bytes: int
-    engines: dict[str, footprint.Engine]
+    engines: dict[str, training_bytes.Engine]
     """Trained models."""
     always: Parts
     """In both phases."""
@@ -88,7 +87,7 @@ class Budget:
     @classmethod
     def of(cls, config: Config, world_size: int, gpu_bytes: int, side: Side) -> Budget:
         rollout, generation, memory = config.rollout, config.generation, config.memory
-        item, stage, parallel = footprint.item_bytes(config), config.train.zero_stage, generation.tensor_parallel
+        item, stage, parallel = training_bytes.item_bytes(config), config.train.zero_stage, generation.tensor_parallel
         ranks = config.generating_ranks if side == "generate" else world_size - config.generating_ranks
         chosen = config.model.gradient_checkpointing
         policy = _policy_shape(config)
@@ -100,32 +99,32 @@ class Budget:
         adapters = policy.adapters(config.lora.rank)  # beside all layers, should some have none
         models = _trained(config, policy) if side == "train" else {}
         engines = {
-            name: footprint.Engine(
+            name: training_bytes.Engine(
                 count,
                 shape.embedding,
                 item,
                 stage,
                 ranks,
                 adapters=adapters if name == "policy" else 0,
-                layer=shape.layer if shape.kind in footprint.LAYERED_KINDS else 0,
+                layer=shape.layer if shape.kind in WHOLE_LAYERS else 0,
             )
             for name, (shape, count) in models.items()
         }
         always = {f"{name} weights": engine.weights for name, engine in engines.items()}
         if side == "train":
             for name, count in _frozen(config, policy).items():
-                sharded = footprint.Engine(count, policy.embedding, item, 3 if stage == 3 else 0, ranks)
+                sharded = training_bytes.Engine(count, policy.embedding, item, 3 if stage == 3 else 0, ranks)
                 always[name] = sharded.weights
-        always["CUDA and libraries"] = footprint.PROCESS_BYTES
+        always["CUDA and libraries"] = training_bytes.PROCESS_BYTES
         if world_size > 1:
-            always["NCCL"] = footprint.NCCL_BYTES
+            always["NCCL"] = training_bytes.NCCL_BYTES
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
         sequences = min(generation.max_batch, config.episodes_per_step * parallel // ranks)
         if vllm and samples:
-            always["vLLM buffers, CUDA graphs"] = footprint.VLLM_BYTES + footprint.GRAPH_BYTES_PER_LAYER * policy.layers
-        wanted = footprint.kv_bytes(policy, item, parallel, sequences, longest)
+            always["vLLM buffers, CUDA graphs"] = sampler_bytes.always(policy)
+        wanted = kv_cache.size(policy, item, parallel, sequences, longest)
         useful = min(wanted, int(USEFUL_KV_SHARE * gpu_bytes))
-        least = footprint.kv_bytes(policy, item, parallel, 1, longest)
+        least = kv_cache.size(policy, item, parallel, 1, longest)
         if memory.kv_cache_gib:
             wanted = useful = least = int(memory.kv_cache_gib * GIB)
         zero_copy = (
@@ -137,10 +136,10 @@ class Budget:
             and stage < 3
             and parallel == 1
             and config.model.dtype == "bfloat16"
-            and policy.kind in SHARED_KINDS
+            and policy.kind in LLAMA_LIKE
             and policy.vocabulary % VOCABULARY_MULTIPLE == 0
         )
-        sampling = footprint.vllm_activations(policy, item, parallel, sequences, rollout.max_prompt_tokens)
+        sampling = sampler_bytes.activations(policy, item, parallel, sequences, rollout.max_prompt_tokens)
         if side == "generate":  # between two batches the trainer's tensors arrive, one at a time
             sampling = max(sampling, item * policy.embedding)
         elif adapters:  # and here adapters are merged, a layer at a time, in fp32
@@ -153,7 +152,7 @@ class Budget:
             engines=engines,
             always=always,
             training={
-                checkpointing: footprint.training(config, models, engines, ranks, checkpointing) if engines else {}
+                checkpointing: training_bytes.training(config, models, engines, ranks, checkpointing) if engines else {}
                 for checkpointing in (False, True)
             },
             recomputing=(False,) if not engines else (False, True) if chosen is None else (chosen,),
@@ -163,7 +162,7 @@ class Budget:
             wanted_kv=wanted if samples else 0,
             useful_kv=useful if samples else 0,
             least_kv=least if samples else 0,
-            block=footprint.VLLM_BLOCK * footprint.kv_bytes_per_token(policy, item, parallel),
+            block=kv_cache.block_bytes(policy, item, parallel),
         )
 
     def arrangements(self) -> Iterator[tuple[Sleep, bool, bool]]:
