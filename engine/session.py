@@ -17,7 +17,7 @@ from algorithms import kl_control
 from algorithms.base import Rollout
 from engine import rewards
 from engine.config import Config, ConfigError, cli
-from engine.launch import failures
+from engine.launch import signals
 from engine.machine.world import World
 from engine.memory import meter, planning
 from engine.memory.budget import Side
@@ -337,7 +337,7 @@ class Session:
 
     def stop_if_asked(self) -> None:
         """Ends the run with a checkpoint if a signal came on any rank that something there has swallowed."""
-        number = int(self.world.max(failures.stop_requested()))
+        number = int(self.world.max(signals.stop_requested()))
         if not number:
             return
         if self.state.step:
@@ -348,7 +348,7 @@ class Session:
                 # Ranks that only generate may have ended by the same signal: their batch is not waited for.
                 waiting = self._turns.in_flight(wait=False)
                 checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
-        raise failures.stopped(number)
+        raise signals.stopped(number)
 
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""
