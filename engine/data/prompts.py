@@ -1,20 +1,21 @@
-"""Prompts and what ends a response: loading, and shuffled epochs with a cursor that a checkpoint can hold."""
+"""Prompts: loading, and shuffled epochs with a cursor that a checkpoint can hold."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
+from engine.config.quoted import kind_and_words
 from engine.data import checks as data_checks
 from engine.data.encoding import PromptEncoder
+from engine.data.end_of_sequence import ends_note, stop_token_ids, vocabulary_size
 from engine.data.row_files import Row
 from engine.data.templates import PromptError
-from engine.models import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,13 +89,12 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
         plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
         return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, …, and the tokenizers library raises Exception itself
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
+        if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"{key}: the tokenizer of '{path}' brings code of its own (auto_map in tokenizer_config.json), and "
                 "Tandem runs none: take a model with a tokenizer that transformers has built in"
             ) from error
-        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {type(error).__name__}: {said:.200}") from error
+        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {kind_and_words(error, longest=200)}") from error
 
 
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -108,7 +108,7 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     """
     vocabulary = vocabulary_size(config, tokenizer)
     stops = stop_token_ids(config, tokenizer, vocabulary)
-    notes = [_ends_note(stops, tokenizer, config)]
+    notes = [ends_note(stops, tokenizer, config)]
     reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
     if config.data.task is not None:
         from engine.tasks import addition
@@ -190,92 +190,3 @@ class _Reader:
                 "tokenizer"
             )
         return Prompt(encoded.ids, encoded.text, row.columns), encoded.held_control
-
-
-def vocabulary_size(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the policy's vocabulary, from its configuration; of the embedded task's model, its tokenizer's."""
-    path = config.model.path
-    if path is None:
-        return len(tokenizer)
-    return int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
-
-
-def stop_token_ids(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
-) -> tuple[int, ...]:
-    """Ids that end a response: those that the model's files declare, the tokenizer's and ``generation.stop_tokens``.
-
-    The files are ``generation_config.json`` and ``config.json`` (``text_config`` in it too), whose ``eos_token_id`` may
-    be one id or a list of them.
-
-    Args:
-        vocabulary: tokens that the model can give; by default read from its configuration.
-
-    Raises:
-        ConfigError: no id, an id beyond the vocabulary, or a stop token that is not exactly one token.
-    """
-    vocabulary = vocabulary_size(config, tokenizer) if vocabulary is None else vocabulary
-    declared: list[tuple[str, Any]] = []
-    path = config.model.path
-    if path is not None:
-        for file in ("generation_config.json", "config.json"):
-            tree = _model_file(path, file)
-            nested = tree.get("text_config")
-            for part, prefix in ((tree, ""), (nested if isinstance(nested, dict) else {}, "text_config.")):
-                declared.append((f"{prefix}eos_token_id in {file} of model.path '{path}'", part.get("eos_token_id")))
-    declared.append((f"the tokenizer of model.path '{path}': its end of sequence", tokenizer.eos_token_id))
-    ids: list[int] = []
-    for where, value in declared:
-        for one in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(one) is not int or one < 0:
-                raise ConfigError(f"{where} is {value!r}: it must be a token id or a list of them")
-            if one >= vocabulary:
-                raise ConfigError(
-                    f"{where} is {one}, beyond the model's {vocabulary} tokens: it could never end a response"
-                )
-            ids.append(one)
-    ids += [_stop_token(text, tokenizer, vocabulary) for text in config.generation.stop_tokens]
-    return tuple(dict.fromkeys(ids))
-
-
-def _stop_token(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    if len(encoded) != 1:
-        raise ConfigError(f"generation.stop_tokens: {text!r} is {len(encoded)} tokens, must be one")
-    if encoded[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
-        raise ConfigError(f"generation.stop_tokens: {text!r} is no token of this tokenizer")
-    if encoded[0] >= vocabulary:
-        raise ConfigError(
-            f"generation.stop_tokens: {text!r} has the id {encoded[0]}, beyond the model's {vocabulary} tokens: it "
-            "could never end a response"
-        )
-    return int(encoded[0])
-
-
-def _model_file(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model folder or of a model on the hub; an empty object where there is none."""
-    from transformers.utils import cached_file
-
-    try:
-        file: str | Path | None = Path(path) / name
-        if not Path(
-            path
-        ).is_dir():  # one that is not in the cache and cannot be asked for is not there, as for the weights
-            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-            file = cached_file(path, name, **absent)
-        if file is None or not Path(file).is_file():
-            return {}
-        tree = json.loads(Path(file).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}': {name} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"model.path '{path}': {name} must be an object, not {tree!r:.80}")
-    return tree
-
-
-def _ends_note(stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: Config) -> str:
-    length = f"rollout.max_response_tokens ({config.rollout.max_response_tokens})"
-    if not stops:
-        return f"No token ends a response, only {length}: the model's files and generation.stop_tokens name none"
-    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stops)
-    return f"Responses end with {names}, or are cut off by {length}"

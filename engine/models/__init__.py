@@ -1,4 +1,4 @@
 """What a model's folder holds, read before any weights load, and the digest that tells its weights from others.
 
-Both modules are for everybody.
+Every module is for everybody.
 """

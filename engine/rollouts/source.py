@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import Config
-from engine.data.prompts import Prompt, PromptStream, stop_token_ids
+from engine.data.end_of_sequence import stop_token_ids
+from engine.data.prompts import Prompt, PromptStream
 from engine.generation.base import Generator, Sampling
 from engine.rollouts import responses
 from engine.sample import Sample
