@@ -28,7 +28,6 @@ COMMON = "--config configs/quickstart.yaml --eval.prompts 4096 --eval.every_step
 OWN = {"online_dpo": "--train.learning_rate 1e-4 --train.minibatches_per_batch 1"}
 """Options of single algorithms. Four DPO steps a batch at the quickstart's rate, each on a quarter of its pairs, first
 lose accuracy: seed 0 fell from 38 to 27 % in 30 steps, one step off-policy to 11 %."""
-COLOURS = ("#2a78d6", "#d9610f", "#1baf7a", "#4a3aa7", "#e34948")
 
 
 def machine() -> str:
@@ -85,6 +84,9 @@ def draw(records: list[dict[str, Any]]) -> None:
     """Held-out accuracy over training, a panel an algorithm, mean of the seeds; transformers' sampler."""
     from matplotlib.figure import Figure
 
+    from engine.report import figures
+    from engine.report.curves import Series
+
     groups = {key: seeds for key, seeds in by_setting(records).items() if key[1] == "hf"}
     algos = list(dict.fromkeys(algo for algo, *_ in groups))
     figure = Figure(figsize=(2.6 * len(algos), 2.8), layout="constrained", dpi=150)
@@ -96,12 +98,10 @@ def draw(records: list[dict[str, Any]]) -> None:
                 steps = sorted(set.intersection(*(set(curve) for curve in curves)))
                 means = [100 * statistics.mean(curve[step] for curve in curves) for step in steps]
                 label = f"staleness {staleness} ({len(seeds)} seeds)"
-                panel.plot(steps, means, color=COLOURS[staleness], linewidth=2, label=label)
-        panel.set_title(name, fontsize=10, loc="left", fontweight="bold")
+                points = list(zip(steps, means, strict=True))
+                figures.plot(panel, Series(label, points, f"c{staleness}", exact=True))
+        figures.dress(panel, name)
         panel.set_xlabel("step", fontsize=8)
-        panel.tick_params(labelsize=8, length=0)
-        panel.grid(axis="y", color="#e3e3de", linewidth=0.8)
-        panel.spines[["top", "right", "left"]].set_visible(False)
         panel.legend(frameon=False, fontsize=7, loc="lower right")
     panels[0].set_ylabel("held-out problems right, %", fontsize=8)
     figure.savefig(PICTURE)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.config import Config, ConfigError, cli
-from engine.launch import failures, launcher
+from engine.launch import failures, launcher, signals
 from engine.machine import children, devices, disk
 from engine.memory import planning
 from engine.run_folder import checkpoints, folder
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     launcher.tidy_environment(device_type)
     for message in NOISE:
         warnings.filterwarnings("ignore", message)
-    failures.stop_on_sigterm(devices.is_rank())
+    signals.stop_on_sigterm(devices.is_rank())
     try:
         if world_size > 1 and not devices.is_rank():
             return launcher.start_ranks(world_size, argv)
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         if not failures.ours():  # the launcher says it
             print("interrupted", file=sys.stderr)
-        return failures.status(error)
+        return signals.exit_status(error)
     except failures.RankFailed as error:  # that rank has printed its traceback; our launcher has the last word
         if failures.LAUNCHER not in os.environ:
             print(f"error: {error}", file=sys.stderr)

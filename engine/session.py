@@ -15,7 +15,7 @@ from algorithms import kl_control
 from algorithms.rollout import Rollout
 from engine import rewards
 from engine.config import Config, cli
-from engine.launch import failures
+from engine.launch import signals
 from engine.machine.world import World
 from engine.memory import meter
 from engine.report import records
@@ -291,7 +291,7 @@ class Session:
 
     def stop_if_asked(self) -> None:
         """Ends the run with a checkpoint if a signal came on any rank that something there has swallowed."""
-        number = int(self.world.max(failures.stop_requested()))
+        number = int(self.world.max(signals.stop_requested()))
         if not number:
             return
         if self.state.step:
@@ -302,7 +302,7 @@ class Session:
                 # Ranks that only generate may have ended by the same signal: their batch is not waited for.
                 waiting = self._turns.in_flight(wait=False)
                 checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
-        raise failures.stopped(number)
+        raise signals.stopped(number)
 
     def finish(self) -> None:
         """Exports the policy, closes the report, says what was learned."""

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
+from engine.config.quoted import kind_and_words
 from engine.data import checks as data_checks
-from engine.data import stop_tokens
 from engine.data.encoding import PromptEncoder
+from engine.data.end_of_sequence import ends_note, stop_token_ids, vocabulary_size
 from engine.data.row_files import Row
 from engine.data.templates import PromptError
 
@@ -90,13 +91,12 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
         plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
         return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, …, and the tokenizers library raises Exception itself
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
+        if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"{key}: the tokenizer of '{path}' brings code of its own (auto_map in tokenizer_config.json), and "
                 "Tandem runs none: take a model with a tokenizer that transformers has built in"
             ) from error
-        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {type(error).__name__}: {said:.200}") from error
+        raise ConfigError(f"{key} '{path}' has no tokenizer to load: {kind_and_words(error, longest=200)}") from error
 
 
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -108,9 +108,9 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     Raises:
         ConfigError: unreadable file, missing column, a prompt that cannot be used, or none left; names file and row.
     """
-    vocabulary = stop_tokens.vocabulary_size(config, tokenizer)
-    stops = stop_tokens.stop_token_ids(config, tokenizer, vocabulary)
-    notes = [stop_tokens.note(stops, tokenizer, config)]
+    vocabulary = vocabulary_size(config, tokenizer)
+    stops = stop_token_ids(config, tokenizer, vocabulary)
+    notes = [ends_note(stops, tokenizer, config)]
     reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
     if config.data.task is not None:
         from engine.tasks import addition

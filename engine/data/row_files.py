@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from engine.config import ConfigError
+from engine.config.quoted import kind_and_words
 
 ACCEPTED = "a .jsonl or .parquet file, or the name of a Hugging Face data set"
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
@@ -85,7 +86,7 @@ class Origin:
             for number, columns in enumerate(datasets.load_dataset(self.path, self.name, split=self.split)):
                 yield Row(f"{self.path} ({self.split})", number, None, dict(columns))
         except Exception as error:  # whatever the package or the hub says
-            raise ConfigError(f"{self.path} cannot be read: {_said(error)}") from error
+            raise ConfigError(f"{self.path} cannot be read: {kind_and_words(error)}") from error
 
 
 def locate(key: str, path: str, name: str | None, split: str | None) -> Origin:
@@ -179,7 +180,7 @@ def _configurations(key: str, path: str, readme: Path) -> dict[str, dict[str, An
         entries = (yaml.safe_load(front[1]) or {}).get("configs") or [] if front else []
         return {str(entry.get("config_name", "default")): entry for entry in entries}
     except (OSError, ValueError, yaml.YAMLError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{key}: the README.md of '{path}' cannot be read: {_said(error)}") from None
+        raise ConfigError(f"{key}: the README.md of '{path}' cannot be read: {kind_and_words(error)}") from None
 
 
 def _splits(data_files: Any) -> dict[str, list[str]]:
@@ -216,7 +217,7 @@ def _jsonl_rows(path: str) -> Iterator[Row]:
                         continue
                     columns = json.loads(text, object_pairs_hook=_object)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{path} line {line} cannot be read: {_said(error)}") from None
+                    raise ConfigError(f"{path} line {line} cannot be read: {kind_and_words(error)}") from None
                 if not isinstance(columns, dict):
                     raise ConfigError(f"{path} line {line} must be an object with columns, not {columns!r:.80}")
                 yield Row(path, number, line, columns)
@@ -248,7 +249,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
                     yield Row(path, number, None, columns)
                     number += 1
     except Exception as error:  # whatever the reader of that format says
-        raise ConfigError(f"{path} cannot be read: {_said(error)}") from error
+        raise ConfigError(f"{path} cannot be read: {kind_and_words(error)}") from error
 
 
 def _check_agreement(rows: list[Row]) -> None:
@@ -270,7 +271,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], (int, str, float)):
         return [_without_nulls(inner) for inner in value]
     return value
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

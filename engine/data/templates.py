@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.config.quoted import words
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -123,8 +125,8 @@ def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             )
         )
     except Exception as error:  # whatever a template raises
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise PromptError(f"the tokenizer's chat template cannot take the messages: {words:.300}") from error
+        said = words(error) or type(error).__name__
+        raise PromptError(f"the tokenizer's chat template cannot take the messages: {said:.300}") from error
 
 
 def strings(value: Any) -> Iterator[str]:

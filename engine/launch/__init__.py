@@ -1,4 +1,4 @@
 """Starting a run's ranks, and how it ends when one fails or a signal comes.
 
-``launcher`` starts them, and ``failures`` says which error is the one to show.
+``launcher`` starts them, ``signals`` ends them, and ``failures`` says which error is the one to show.
 """

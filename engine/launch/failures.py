@@ -1,26 +1,23 @@
-"""The end of a run that was stopped or that failed: SIGTERM, and which rank's error is the one to show.
+"""The end of a run that failed: which rank's error is the one to show, and how it gets to the one that shows it.
 
 One failing rank takes the others down with it: they see a closed connection, or the launcher's SIGTERM. So a rank other
 than 0 leaves its own error as a file in the run folder, and rank 0, or the launcher, reports that one. A rank that
-waits for a dead one inside a collective on the GPU sees neither: a thread of its own kills it.
+waits for a dead one inside a collective on the GPU sees neither: a thread of its own kills it (``signals``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from engine.config import ConfigError
+from engine.launch import signals
 from engine.report import records
 from engine.report.html import write_report
 
@@ -31,13 +28,6 @@ folder may lie on a network file system."""
 LAUNCHER = "TANDEM_LAUNCHER"
 """The environment variable that tells a rank the process number of our launcher, on whose machine all ranks are."""
 
-DEAF = 5.0
-"""Seconds after SIGTERM in which a rank has to take notice of it."""
-
-AGAIN = 5.0
-"""Seconds in which a second signal is taken for the first: a terminal and a launcher both send theirs. Later it means
-that the first was swallowed, by a bare ``except`` of a reward function, say."""
-
 REFUSAL_FILE = "TANDEM_REFUSAL_FILE"
 """The environment variable with the file in which the first rank that refuses the run tells our launcher why."""
 
@@ -45,11 +35,6 @@ LONGEST = 1000
 """Characters of a line; what is cut out of a longer one is its middle."""
 
 _REFUSED = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
-_ending = False
-_told = False  # by a SIGTERM that came when the run was already ending
-_asked = 0  # the number of the signal that asked the run to end
-_asked_at = -math.inf
-_raised = 0  # how often that was raised as a KeyboardInterrupt
 
 
 class RankFailed(RuntimeError):
@@ -98,106 +83,6 @@ def ours() -> bool:
     return os.environ.get(LAUNCHER) == str(os.getppid()) and REFUSAL_FILE in os.environ
 
 
-def stop_on_sigterm(is_rank: bool) -> None:
-    """Makes SIGTERM (timeout, docker stop, Slurm) end this process like Ctrl-C, with a report.
-
-    A signal that is swallowed is remembered (``stop_requested``): the loop ends after its step. Another one, ``AGAIN``
-    seconds later, is raised as the first was, and a third one ends the process on the spot.
-
-    Python looks at signals between two of its own instructions, and a rank that waits in CUDA for one that is gone
-    comes to no other. It would hold its GPU for the launcher's 30 s, so it is killed before.
-    """
-    global _ending, _told, _asked, _asked_at, _raised
-    _ending = _told = False
-    _asked, _asked_at, _raised = 0, -math.inf, 0
-    signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup and background jobs have it
-        signal.signal(signal.SIGINT, _stop)
-    sys.unraisablehook = _not_lost
-    _children_as_usual()
-    if not is_rank:
-        return
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)  # C code writes each signal's number there at once
-    threading.Thread(target=_end_if_deaf, args=(ear,), name="tandem-sigterm", daemon=True).start()
-
-
-@functools.cache
-def _children_as_usual() -> None:
-    """Lets signals do to forked processes, such as a reward's pool, what they do to any Python program's.
-
-    With ``_stop`` a worker that is told to end could lose the signal, and its pool would wait for it without end; with
-    the wakeup's pipe it would tell this process. Signals wait until the child has its own handlers.
-    """
-    forking = threading.local()
-
-    def before() -> None:
-        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
-
-    def in_child() -> None:
-        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-            if signal.getsignal(number) is _stop:
-                signal.signal(number, usual)
-        signal.set_wakeup_fd(-1)
-        in_parent()
-
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
-
-
-def stop_requested() -> int:
-    """The number of the signal that asked this process to end, which something swallowed; 0 if none came."""
-    return _asked
-
-
-def stopped(number: int) -> KeyboardInterrupt:
-    """What ends a run that the signal ``number`` asked to end."""
-    return KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt()
-
-
-def _end_if_deaf(ear: int) -> None:
-    while os.read(ear, 1)[0] != signal.SIGTERM:
-        pass
-    time.sleep(DEAF)
-    if not (_ending or _asked):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    global _told, _asked, _asked_at, _raised
-    if _ending:
-        _told = _told or signum == signal.SIGTERM
-        return
-    now = time.monotonic()
-    if _asked and now - _asked_at < AGAIN:
-        return
-    _asked, _asked_at, _raised = _asked or signum, now, _raised + 1
-    if _raised > 2:  # swallowed twice, as by an endless loop around a bare except
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
-        return
-    raise stopped(signum)
-
-
-def _not_lost(lost: sys.UnraisableHookArgs) -> None:
-    """Gives a signal once more that came in a ``__del__``, out of which no exception leads."""
-    global _asked_at, _raised
-    if type(lost.exc_value) is not KeyboardInterrupt:  # a time limit's is no signal
-        sys.__unraisablehook__(lost)
-        return
-    _asked_at, _raised = -math.inf, _raised - 1
-    number = signal.SIGTERM if "SIGTERM" in lost.exc_value.args else signal.SIGINT
-    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
-
-
-def status(error: KeyboardInterrupt) -> int:
-    """The exit status after Ctrl-C or SIGTERM, as a shell gives it."""
-    return 128 + (signal.SIGTERM if "SIGTERM" in error.args else signal.SIGINT)
-
-
 def clear(run_dir: Path) -> None:
     """Forgets the errors that ranks left in this folder before. Rank 0 does it before it tells the others the folder,
     so that it cannot remove a new one."""
@@ -222,23 +107,21 @@ def cause(run_dir: Path, error: BaseException) -> BaseException:
     From here on neither SIGTERM, which the launcher sends when a rank has failed, nor Ctrl-C interrupts: the report is
     due.
     """
-    global _ending
-    _ending = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.interrupt_no_more()
     if not isinstance(error, KeyboardInterrupt) and not lost_connection(error):
         return error
     # Our launcher's SIGTERM comes after the other rank's end, when its file is there; anyone else's means no file. With
     # another launcher a rank of this machine may have ended because of one elsewhere, whose file takes longer to show.
     deadline = time.monotonic() + PATIENCE
     while True:
-        told = (_told or _asked) and LAUNCHER in os.environ
+        told = signals.asked_to_end() and LAUNCHER in os.environ
         last_look = told or isinstance(error, KeyboardInterrupt) or time.monotonic() >= deadline
-        if (found := _left(run_dir)) is not None:
+        if (first := _first_left(run_dir)) is not None:
             break
         if last_look:
             return error
         time.sleep(0.1)
-    rank, what = found
+    rank, what = first
     if what.startswith(_REFUSED):
         return ConfigError(what.removeprefix(_REFUSED))
     return RankFailed(f"rank {rank} failed: {what} (its traceback: {_file(run_dir, rank).name})")
@@ -262,12 +145,12 @@ def tell(run_dir: Path | None, rank: int, what: str, killed: bool) -> None:
     if run_dir is not None:
         crash = records.load_run(run_dir).crash
         stopped = crash.startswith("KeyboardInterrupt")  # what rank 0 takes the launcher's SIGTERM for
-        found = _left(run_dir)
-        if found is not None:
-            rank, what = found
+        first = _first_left(run_dir)
+        if first is not None:
+            rank, what = first
         elif crash and not stopped and not killed:
             rank, what = 0, crash.partition("\nAfter step ")[0]
-        if not crash or stopped or (killed and found is None):
+        if not crash or stopped or (killed and first is None):
             with contextlib.suppress(OSError):
                 records.write_atomically(run_dir / records.CRASH, f"rank {rank} failed: {what}\n\n{crash}")
                 write_report(run_dir)
@@ -279,7 +162,7 @@ def _file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"crash-rank-{rank}.txt"
 
 
-def _left(run_dir: Path) -> tuple[int, str] | None:
+def _first_left(run_dir: Path) -> tuple[int, str] | None:
     """The first error a rank left, and the rank."""
     for path in sorted(run_dir.glob("crash-rank-*.txt"), key=lambda path: path.stat().st_mtime_ns):
         rank = re.fullmatch(r"crash-rank-(\d+)\.txt", path.name)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError
+from engine.config.quoted import words
+from engine.models import weight_files
 
 Tensors = dict[str, tuple[int, ...]]
 """Shapes by name."""
@@ -128,10 +130,7 @@ def _folder(folder: Path) -> tuple[dict[str, Any], Tensors]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{folder}' is no model folder: config.json: {error}") from None
     tensors: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
+    for _, header in weight_files.headers(folder):
         tensors |= {name: tuple(tensor["shape"]) for name, tensor in header.items()}
     return config, tensors
 
@@ -153,5 +152,6 @@ def _hub(key: str, name: str) -> tuple[dict[str, Any], Tensors]:
             return config, {}
         return config, {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
     except (OSError, HFValidationError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{key}: '{name}' is neither a folder nor to be had from the hub: {reason}") from None
+        raise ConfigError(
+            f"{key}: '{name}' is neither a folder nor to be had from the hub: {words(error):.200}"
+        ) from None

@@ -1,5 +1,6 @@
-"""curves.png and details.png: the same curves for papers, issues and chats."""
+"""curves.png and details.png: the page's curves for papers, issues and chats, put on paper by matplotlib."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -7,16 +8,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from engine.report.curve_colours import on_white
+from engine.report.curves import Series, columns, curve_series, not_below, phase_series
 from engine.report.format import percent
-from engine.report.metrics import CURVES, PHASE_TITLE, PHASES, Curve, phases_in
+from engine.report.metrics import CURVES, PHASE_TITLE, Curve, phases_in
 from engine.report.records import RunFiles
-from engine.report.svg import smooth
-
-_LINES = ("#2a78d6", "#d9610f", "#1baf7a")
-_AREAS = (
-    "#2a78d6", "#a9b8c9", "#00a3c4", "#7d5b3a", "#eda100", "#1baf7a", "#4a3aa7",
-    "#e87ba4", "#008300", "#e34948", "#eb6834", "#8a8a84",
-)  # fmt: skip
 
 
 def write_figures(run: RunFiles, run_dir: Path) -> None:
@@ -60,18 +56,8 @@ def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
 
 
 def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
-    for (name, metric), colour in zip(curve.metrics.items(), _LINES[: len(curve.metrics)], strict=True):
-        points = [(step, value if curve.low is None else max(value, curve.low)) for step, value in run.series(metric)]
-        if not points:
-            continue
-        steps, values = zip(*points, strict=True)
-        if metric.startswith("eval/"):
-            axes.plot(steps, values, "o-", color=colour, markersize=4, label=name)
-        elif curve.exact:
-            axes.plot(steps, values, color=colour, linewidth=2, label=name)
-        else:
-            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-            axes.plot(steps, [value for _, value in smooth(points)], color=colour, linewidth=2, label=name)
+    for series in curve_series(run, curve):
+        plot(axes, replace(series, points=not_below(series.points, curve.low)))
     if curve.from_zero:
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * axes.dataLim.y1) or 1.0)
     if curve.show is percent:
@@ -81,21 +67,33 @@ def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
         axes.legend(
             frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, borderpad=0.3
         )
-    _dress(axes, curve.title)
+    dress(axes, curve.title)
+
+
+def plot(axes: Axes, series: Series) -> None:
+    """Draws one named line, noise and running mean, or points and what joins them."""
+    colour, name = on_white(series.style), series.name
+    for kind, points in series.strokes():
+        steps, values = zip(*points, strict=True)
+        if kind == "raw":
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        elif kind == "dots":
+            axes.plot(steps, values, "o-", color=colour, markersize=4, label=name)
+        elif not series.dots:  # else their own line joins them
+            axes.plot(steps, values, color=colour, linewidth=2, label=name)
 
 
 def _draw_phases(axes: Axes, run: RunFiles, phases: list[str]) -> None:
-    known = {phase: dict(run.series(f"time/{phase}")) for phase in phases}
-    steps = sorted({step for points in known.values() for step in points})
-    heights = [[known[phase].get(step, 0.0) for step in steps] for phase in phases]
-    colours = [_AREAS[PHASES.index(phase) if phase in PHASES else -1] for phase in phases]
-    axes.stackplot(steps, heights, labels=phases, colors=colours)
+    areas = phase_series(run, phases)
+    steps, heights = columns(areas)
+    axes.stackplot(steps, heights, labels=phases, colors=[on_white(area.style) for area in areas])
     axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper left")
     axes.set_ylim(0, 1.35 * axes.dataLim.y1 or 1.0)
-    _dress(axes, PHASE_TITLE)
+    dress(axes, PHASE_TITLE)
 
 
-def _dress(axes: Axes, title: str) -> None:
+def dress(axes: Axes, title: str) -> None:
+    """A title, and as few lines beside the curves as can be."""
     axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
     axes.tick_params(labelsize=8, length=0)
     axes.grid(axis="y", color="#e3e3de", linewidth=0.8)

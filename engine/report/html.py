@@ -4,14 +4,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from engine.report import records
+from engine.report import curve_colours, records
 from engine.report.closing import MEASURES, compared
+from engine.report.curves import curve_series, phase_series
 from engine.report.format import duration, number
-from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, PHASES, Curve, other_metrics, phases_in
+from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, Curve, other_metrics, phases_in
 from engine.report.records import RunFiles, load_run
 from engine.report.samples import sample_section
-from engine.report.style import CSS, colours
-from engine.report.svg import Series, line_chart, stacked_chart
+from engine.report.style import CSS
+from engine.report.svg import line_chart, stacked_chart
 
 
 def write_report(run_dir: Path) -> Path:
@@ -33,7 +34,6 @@ def write_report(run_dir: Path) -> Path:
 def page(run: RunFiles) -> str:
     """The whole page."""
     title = escape(run.name)
-    style = CSS + colours("c", max(len(curve.metrics) for curve in CURVES)) + colours("p", len(PHASES))
     body = [
         _heading(run),
         _banner(run),
@@ -42,6 +42,7 @@ def page(run: RunFiles) -> str:
         sample_section(run.first_samples, run.last_samples),
         _setup(run),
     ]
+    style = CSS + curve_colours.style_sheet()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -165,11 +166,7 @@ def _charts(run: RunFiles) -> str:
 
 
 def _chart(run: RunFiles, curve: Curve) -> str:
-    series = [
-        Series(name, run.series(metric), f"c{index}", exact=curve.exact, dots=metric.startswith("eval/"))
-        for index, (name, metric) in enumerate(curve.metrics.items())
-    ]
-    series = [s for s in series if s.points]
+    series = curve_series(run, curve)
     if not series:
         return ""
     latest = [(s.style, s.name if len(series) > 1 else "", curve.show(s.points[-1][1])) for s in series]
@@ -183,10 +180,8 @@ def _chart(run: RunFiles, curve: Curve) -> str:
 def _phase_chart(run: RunFiles, phases: list[str]) -> str:
     if not phases:
         return ""
-    # A phase keeps its colour whichever others the run has; phases we do not know share the last one.
-    styles = {phase: f"p{PHASES.index(phase) if phase in PHASES else len(PHASES) - 1}" for phase in phases}
-    series = [Series(phase, run.series(f"time/{phase}"), styles[phase]) for phase in phases]
-    legend = "".join(f'<span><i class="{styles[phase]}"></i>{escape(phase)}</span>' for phase in phases)
+    series = phase_series(run, phases)
+    legend = "".join(f'<span><i class="{area.style}"></i>{escape(area.name)}</span>' for area in series)
     return _figure(PHASE_TITLE, PHASE_NOTE, legend, stacked_chart(series, duration))
 
 

@@ -1,18 +1,12 @@
-"""The style sheet of report.html. Colours are told apart by people with colour blindness, in both schemes."""
+"""The style sheet of report.html, but for the colours of its curves (``curve_colours``)."""
 
 CSS = """
 :root { color-scheme: light dark;
   --page: #f7f7f5; --card: #ffffff; --ink: #1c1c1a; --soft: #63635e; --line: #e3e3de; --good: #00701f; --bad: #b42318;
-  --bad-page: #fdecea; --note-page: #fff6dd; --note: #7a5300;
-  --c0: #2a78d6; --c1: #d9610f; --c2: #1baf7a; --p0: #2a78d6; --p1: #a9b8c9; --p2: #00a3c4; --p3: #7d5b3a;
-  --p4: #eda100; --p5: #1baf7a; --p6: #4a3aa7; --p7: #e87ba4; --p8: #008300; --p9: #e34948; --p10: #eb6834;
-  --p11: #8a8a84; }
+  --bad-page: #fdecea; --note-page: #fff6dd; --note: #7a5300; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #151514; --card: #1f1f1d; --ink: #f1f1ee; --soft: #a3a39c; --line: #363633; --good: #5fce7d; --bad: #ff8a80;
-  --bad-page: #3a1a18; --note-page: #33290f; --note: #f0cc74;
-  --c0: #5aa2f2; --c1: #f0914f; --c2: #3cc492; --p0: #3987e5; --p1: #7d8ea3; --p2: #22b5d6; --p3: #a98563;
-  --p4: #c98500; --p5: #199e70; --p6: #9085e9; --p7: #d55181; --p8: #2f9e2f; --p9: #e66767; --p10: #d95926;
-  --p11: #85857f; } }
+  --bad-page: #3a1a18; --note-page: #33290f; --note: #f0cc74; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 24px 20px 48px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; overflow-wrap: anywhere; }
@@ -76,11 +70,3 @@ details pre, details .charts { margin-top: 10px; }
 }
 @media print { .at { display: none; } body { background: none; } }
 """
-
-
-def colours(name: str, count: int) -> str:
-    """The classes ``name0``, ``name1``, … that give a line, an area or a legend's square its colour."""
-    return "".join(
-        f".{name}{i} {{ --color: var(--{name}{i}); }} i.{name}{i} {{ background: var(--{name}{i}); }}\n"
-        for i in range(count)
-    )

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn without any library: lines, and areas stacked on each other.
+"""Charts as inline SVG, put on paper without any library: lines, and areas stacked on each other.
 
 Every chart carries one invisible strip for each point. Pointing at (or tapping) a strip shows its values, in CSS alone.
 """
@@ -7,47 +7,32 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from engine.report.format import buckets, number, percent
+from engine.report.curves import Point, Series, columns, not_below, thin
+from engine.report.format import number, percent
 
-Point = tuple[int, float]
 Show = Callable[[float], str]
 Mark = tuple[str, float, float]  # text, size, height at which to put a dot (NaN: none)
 
 WIDTH, HEIGHT = 380, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 20, 22
-_MOST_POINTS = 150  # more than one point for two pixels can be neither seen nor pointed at
-
-
-@dataclass(frozen=True)
-class Series:
-    """A named line. ``style`` is the CSS class of its colour.
-
-    ``exact`` values have no noise to smooth away; ``dots`` marks points that are few (and exact).
-    """
-
-    name: str
-    points: Sequence[Point]
-    style: str
-    exact: bool = False
-    dots: bool = False
 
 
 def line_chart(series: Sequence[Series], show: Show, *, from_zero: bool = False, low: float | None = None) -> str:
     """Lines over the steps: each point as a faint line and its running mean as a strong one."""
-    floor = -math.inf if low is None else low
-    thinned = [replace(s, points=[(x, max(y, floor)) for x, y in thin(s.points)]) for s in series if s.points]
+    thinned = [replace(s, points=not_below(thin(s.points), low)) for s in series if s.points]
     values = [y for s in thinned for _, y in s.points] + ([0.0] if from_zero else [])
     frame = _Frame.around([x for s in thinned for x, _ in s.points], values)
     drawn = []
     for s in thinned:
-        exact = s.exact or s.dots
-        if not exact:
-            drawn.append(f'<path class="raw {s.style}" d="{frame.path(s.points)}"/>')
-        drawn.append(f'<path class="line {s.style}" d="{frame.path(s.points if exact else smooth(s.points))}"/>')
-        if s.dots:
-            drawn += [f'<circle class="dot {s.style}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>' for x, y in s.points]
+        for kind, points in s.strokes():
+            if kind == "dots":
+                drawn += [
+                    f'<circle class="dot {s.style}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>' for x, y in points
+                ]
+            else:
+                drawn.append(f'<path class="{kind} {s.style}" d="{frame.path(points)}"/>')
     marks: dict[int, list[Mark]] = {}
     for s in thinned:
         for x, y in s.points:
@@ -56,22 +41,21 @@ def line_chart(series: Sequence[Series], show: Show, *, from_zero: bool = False,
 
 
 def stacked_chart(series: Sequence[Series], show: Show) -> str:
-    """Areas on top of each other, for parts of a whole. A part that a step lacks counts as zero there."""
-    steps = sorted({x for s in series for x, _ in s.points})
-    known = {s.name: dict(s.points) for s in series}
-    columns = {s.name: thin([(x, known[s.name].get(x, 0.0)) for x in steps]) for s in series}
-    xs = [x for x, _ in next(iter(columns.values()))]
+    """Areas on top of each other, for parts of a whole."""
+    steps, every_height = columns(series)
+    heights = [thin(list(zip(steps, one, strict=True))) for one in every_height]
+    xs = [x for x, _ in heights[0]]
     base = [0.0] * len(xs)
     areas = []
     marks: dict[int, list[Mark]] = {x: [] for x in xs}
-    tops = [sum(columns[s.name][i][1] for s in series) for i in range(len(xs))]
+    tops = [sum(one[i][1] for one in heights) for i in range(len(xs))]
     frame = _Frame.around(xs, [0.0, *tops])
-    for s in series:
-        top = [low + y for low, (_, y) in zip(base, columns[s.name], strict=True)]
-        there = frame.path(list(zip(xs, top, strict=True)))
+    for s, one in zip(series, heights, strict=True):
+        top = [low + y for low, (_, y) in zip(base, one, strict=True)]
+        edge = frame.path(list(zip(xs, top, strict=True)))
         back = frame.path(list(zip(xs, base, strict=True))[::-1]).replace("M", "L")
-        areas.append(f'<path class="area {s.style}" d="{there}{back}Z"/>')
-        for x, (_, y) in zip(xs, columns[s.name], strict=True):
+        areas.append(f'<path class="area {s.style}" d="{edge}{back}Z"/>')
+        for x, (_, y) in zip(xs, one, strict=True):
             if y > 0:
                 marks[x].append((f"{s.name} {show(y)}", y, math.nan))
         base = top
@@ -80,27 +64,6 @@ def stacked_chart(series: Sequence[Series], show: Show) -> str:
         marks[x].sort(key=lambda mark: -mark[1])
         marks[x].insert(0, (f"{show(total)}:", total, total))
     return _svg(frame, show, areas, _strips(frame, marks, in_label=4))
-
-
-def thin(points: Sequence[Point]) -> list[Point]:
-    """At most ``_MOST_POINTS`` points: each the mean of its neighbours, placed at their last step."""
-    parts = buckets(points, _MOST_POINTS)
-    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
-
-
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Mean over a window of about an eighth of the run, centred on each point, so that a trend is not drawn late.
-
-    Towards the ends the window shrinks for the same reason, but keeps a quarter of its width: one step is mostly noise.
-    """
-    most, least = len(points) // 16, len(points) // 32
-    sums = list(accumulate((y for _, y in points), initial=0.0))
-    result = []
-    for index, (x, _) in enumerate(points):
-        reach = max(min(most, index, len(points) - 1 - index), least)
-        start, end = max(index - reach, 0), min(index + reach + 1, len(points))
-        result.append((x, (sums[end] - sums[start]) / (end - start)))
-    return result
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError, Data
 from engine.data import templates
+from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import Prompt, load_tokenizer
-from engine.data.stop_tokens import stop_token_ids
-from engine.models import model_folder
-from engine.rewards import checkpoint
+from engine.models import model_folder, weight_files
 from engine.sample import Sample
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _declared(path: str, file: str) -> dict[str, Any]:
     """A JSON file of a folder or hub name; empty if there is none, or no readable one: then loading it says so."""
     found: Path | None
     try:
-        found = checkpoint.locate(path, file)
+        found = weight_files.locate(path, file)
         content = json.loads(found.read_text(encoding="utf-8")) if found else {}
     except (OSError, ValueError):
         return {}
@@ -170,7 +169,7 @@ def _check_head(path: str, name: str, shape: PreTrainedConfig) -> None:
             f"{name} ({type(model).__name__}) is no decoder with a head called 'score', the only kind of "
             "reward model that can be loaded here: serve it and give reward.url"
         )
-    weights = checkpoint.shapes(path, name)
+    weights = weight_files.shapes(path, name)
     backbone = f"{model.base_model_prefix}."
     heads = {
         tensor: size

@@ -14,7 +14,7 @@ from engine.data.prompts import Prompt
 from engine.machine.world import World
 from engine.rewards.answers import LARGEST, RewardError, Source
 from engine.rewards.function import FunctionReward, load_function
-from engine.rewards.http import HttpReward
+from engine.rewards.server import ServerReward
 from engine.sample import Sample
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Sources:
     """A run's score sources before any weights load: those that are ready, and what is known of the reward model."""
 
-    ready: dict[str, FunctionReward | HttpReward]
+    ready: dict[str, FunctionReward | ServerReward]
     model: Classifier | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -41,7 +41,7 @@ class Sources:
         columns = {column for prompt in prompts for column in prompt.columns}
         for source in self.ready.values():
             source.check_columns(columns)
-            if isinstance(source, HttpReward):
+            if isinstance(source, ServerReward):
                 source.check_rows(prompt.columns for prompt in prompts)
         if self.model is not None:
             self.model.check(prompts)
@@ -59,7 +59,7 @@ def read(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> So
         ConfigError: a function, model folder, tokenizer or URL cannot be had, or does not fit the run.
     """
     reward, column, seconds = config.reward, config.data.prompt_column, config.scoring_seconds
-    ready: dict[str, FunctionReward | HttpReward] = {}
+    ready: dict[str, FunctionReward | ServerReward] = {}
     model = None
     if reward.function is not None:
         function = load_function(reward.function)
@@ -69,7 +69,7 @@ def read(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> So
 
         model = classifier.read(config, tokenizer)
     if reward.url is not None:
-        ready["url"] = HttpReward(config)
+        ready["url"] = ServerReward(config)
     if not reward.sources:
         from engine.tasks import addition
 

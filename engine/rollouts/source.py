@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
+from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import Prompt, PromptStream
-from engine.data.stop_tokens import stop_token_ids
 from engine.generation.base import Generator
 from engine.generation.sampling import Request, Sampling, sample_seed
 from engine.sample import Sample

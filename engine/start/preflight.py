@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine import rewards
 from engine.config import Config, ConfigError
 from engine.data.prompts import Prompt, load_prompts, load_tokenizer
-from engine.models import model_folder
+from engine.models import model_folder, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -100,7 +100,7 @@ def _check_positions(config: Config, key: str, path: str, shape: PreTrainedConfi
 
 
 def _note_dtype(config: Config, path: str, notes: list[str]) -> None:
-    stored = model_folder.dtype(path)
+    stored = weight_files.dtype(path)
     if stored not in (None, config.model.dtype):
         notes.append(
             f"model.path holds {stored} weights and model.dtype is {config.model.dtype}: the run computes in, and "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.config.quoted import kind_and_words
 from engine.sample import Sample
 from engine.training import attention
 from engine.training.packing import Microbatch, pack
@@ -102,7 +103,9 @@ def _logits(model: PreTrainedModel, samples: Sequence[Sample], name: str) -> lis
     try:
         logits = [model(input_ids=ids, use_cache=False).logits for ids in rows]
     except Exception as error:
-        raise ConfigError(f"{name} ({type(model).__name__}): transformers cannot run it: {_said(error)}") from error
+        raise ConfigError(
+            f"{name} ({type(model).__name__}): transformers cannot run it: {kind_and_words(error, longest=200)}"
+        ) from error
     _must_be_numbers(logits, model, name)
     return logits
 
@@ -120,7 +123,9 @@ def _check(model: Any, run: Callable[[Microbatch], Tensor], own: Own, name: str)
         calls = attention.calls
         values, leak = _packed_values(model, run, own)
     except Exception as error:
-        raise ConfigError(f"{kind}: its forward pass does not take packed sequences: {_said(error)}") from error
+        raise ConfigError(
+            f"{kind}: its forward pass does not take packed sequences: {kind_and_words(error, longest=200)}"
+        ) from error
     if leak:
         raise ConfigError(
             f"{kind}: what it computes for a sequence depends on the other sequences in a packed row, because its "
@@ -167,7 +172,3 @@ def _packed_values(model: Any, run: Callable[[Microbatch], Tensor], own: Own) ->
         for parameter in trained:
             parameter.requires_grad_(True)
     return values.detach(), bool(from_first.any() or from_second.any())
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from engine.config import ConfigError
+from engine.config.quoted import kind_and_words
 from engine.machine import disk
 from engine.machine.world import World
 from engine.training import lora, weights
@@ -64,10 +65,9 @@ def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: st
         try:
             _write(model, tokenizer, source, Path(folder), {})
         except Exception as error:
-            said = " ".join(str(error).split())
             raise ConfigError(
                 f"{name} could be trained but not saved, because transformers refuses to write its files: "
-                f"{type(error).__name__}: {said:.200}"
+                f"{kind_and_words(error, longest=200)}"
             ) from error
 
 

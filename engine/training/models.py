@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import kernels
 from engine.config import ConfigError
+from engine.config.quoted import kind_and_words, words
 from engine.training import attention, behaviour
 from engine.training.packing import Microbatch
 
@@ -161,9 +162,8 @@ def _load(
             path, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
     except Exception as error:  # OSError, ValueError, a KeyError of a configuration, SafetensorError, …
-        said = " ".join(str(error).split())
         raise ConfigError(
-            f"'{path}' cannot be loaded as {kind.__name__}: {type(error).__name__}: {said:.300}"
+            f"'{path}' cannot be loaded as {kind.__name__}: {kind_and_words(error, longest=300)}"
         ) from error
     missing = sorted(info["missing_keys"])
     lost = [name for name in missing if not allow_missing or not name.startswith(allow_missing)]
@@ -177,10 +177,9 @@ def _packed(model: PreTrainedModel, path: str) -> PreTrainedModel:
     try:
         model.set_attn_implementation(attention.register())
     except Exception as error:
-        said = " ".join(str(error).split())
         raise ConfigError(
             f"'{path}' ({type(model).__name__}) cannot be used here: its attention cannot be replaced by one for "
-            f"packed sequences ({said:.160})"
+            f"packed sequences ({words(error):.160})"
         ) from error
     return model
 

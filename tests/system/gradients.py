@@ -1,6 +1,7 @@
-"""Writes the updates' gradients and metrics for one split of a fixed batch; started by test_trainer on 1 or 2 ranks.
+"""The gradients, metrics and new weights of an update of a fixed batch, however it is split.
 
-Usage: gradients.py MODEL ALGO[,ALGO...] ZERO_STAGE TOKENS_PER_MICROBATCH OUT.pt
+test_trainer starts it on two ranks, once for several updates. Usage: gradients.py MODEL OUT.pt CASE [CASE ...], a case
+being ALGO,ZERO_STAGE,TOKENS_PER_MICROBATCH.
 """
 
 import sys
@@ -24,7 +25,7 @@ def batch(seed: int = 0) -> list[Sample]:
     return updates.batch(size=2, groups=EPISODES // 2, seed=seed)
 
 
-def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None:
+def main(model: str, out: str, *cases: str) -> None:
     zero.REDUCE_BUCKET = 20_000  # some matrices are larger, as real embeddings are
     plain = zero._settings
 
@@ -36,7 +37,10 @@ def main(model: str, algos: str, zero_stage: int, budget: int, out: str) -> None
 
     zero._settings = settings
     with joined("cpu", 5) as world:
-        results = {algo: one_update(model, algo, zero_stage, budget, world) for algo in algos.split(",")}
+        results = {}
+        for case in cases:
+            algo, zero_stage, budget = case.split(",")
+            results[case] = one_update(model, algo, int(zero_stage), int(budget), world)
         if world.main:
             torch.save(results, out)
 
@@ -92,4 +96,4 @@ def one_update(model: str, algo: str, zero_stage: int, budget: int, world: World
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(*sys.argv[1:])

@@ -167,21 +167,21 @@ def test_a_swallowed_signal_ends_the_run_after_its_step(
 
 ENDLESS = """
 import os, signal, threading, time
-from engine import failures
-failures.AGAIN = 0.2
+from engine.launch import signals
+signals.AGAIN = 0.2
 def again():
     for _ in range(3):
         time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-failures.stop_on_sigterm(is_rank=False)
+signals.stop_on_sigterm(is_rank=False)
 threading.Thread(target=again, daemon=True).start()
 while True:
     try:
         while True:
             time.sleep(0.01)
     except:
-        print("swallowed", failures.stop_requested(), flush=True)
+        print("swallowed", signals.stop_requested(), flush=True)
 """
 
 

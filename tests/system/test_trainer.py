@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,49 +33,61 @@ ALGORITHMS = ("ppo", "rloo", "grpo", "online_dpo", "bok")
 
 
 @pytest.fixture(scope="module")
-def split(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """An update by each algorithm on the same eight episodes: in one pass, one unit at a time, and on two ranks."""
-    results, folder = [], tmp_path_factory.mktemp("split")
-    for ranks, budget in ((1, 1000), (1, 30), (2, 30)):
-        out = folder / f"{ranks}-{budget}.pt"
-        run_ranks(ranks, gradients.__file__, tiny_model, ",".join(ALGORITHMS), "0", str(budget), str(out))
-        results.append(torch.load(out, weights_only=True))
-    return results
+def world():
+    with joined("cpu", 5) as alone:
+        yield alone
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: str, world: World) -> dict[str, dict]:
+    """An update by each algorithm on eight episodes in one pass."""
+    return {algo: gradients.one_update(tiny_model, algo, 0, 1000, world) for algo in ALGORITHMS}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, dict]]:
+    """The same updates on two ranks, by case: processes are started once for all of them."""
+
+    @functools.cache
+    def started(*cases: str) -> dict[str, dict]:
+        out = tmp_path_factory.mktemp("ranks") / "updates.pt"
+        run_ranks(2, gradients.__file__, tiny_model, str(out), *cases)
+        return torch.load(out, weights_only=True)
+
+    return started
+
+
+FAST = (*(f"{algo},0,30" for algo in ALGORITHMS), "ppo,3,16")
+SLOW = ("ppo,1,16", "ppo,2,16")
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_gradients_do_not_depend_on_the_split(tiny_model: str, split: list[dict], algo: str) -> None:
+def test_gradients_do_not_depend_on_the_split(
+    tiny_model: str, world: World, whole: dict[str, dict], on_two_ranks: Callable[..., dict[str, dict]], algo: str
+) -> None:
     """(1 x 8) = (8 x 1) = 2 ranks x (4 x 1), in fp32, for both models."""
-    results = [result[algo] for result in split]
-    whole = results[0]
-    for name, expected in whole["gradients"].items():
+    expected_update = whole[algo]
+    others = [gradients.one_update(tiny_model, algo, 0, 30, world), on_two_ranks(*FAST)[f"{algo},0,30"]]
+    for name, expected in expected_update["gradients"].items():
         assert all(float(g.abs().max()) > 0 for g in expected), "every trainable parameter has a gradient"
-        for other in results[1:]:
+        for other in others:
             for got, want in zip(other["gradients"][name], expected, strict=True):
                 assert relative(got, want) < 2e-6
-    for other in results[1:]:
-        for key, value in whole["metrics"].items():
+    for other in others:
+        for key, value in expected_update["metrics"].items():
             assert other["metrics"][key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
-    for name, tensors in whole["weights"].items():
+    for name, tensors in expected_update["weights"].items():
         start = dict(models.load_policy(tiny_model).model.named_parameters()) if name == "policy" else {}
         assert all(float((tensors[n] - p.detach()).abs().max()) > 0 for n, p in start.items()), "every parameter moves"
 
 
-@pytest.fixture(scope="module")
-def one_process(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What an update on one rank under ZeRO-0 gives."""
-    out = tmp_path_factory.mktemp("one") / "one.pt"
-    run_ranks(1, gradients.__file__, tiny_model, "ppo", "0", "1000", str(out))
-    return torch.load(out, weights_only=True)["ppo"]
-
-
 @pytest.mark.parametrize("stage", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 3])
 def test_zero_stages_on_two_ranks_agree_with_one_process(
-    tiny_model: str, tmp_path: Path, one_process: dict, stage: int
+    whole: dict[str, dict], on_two_ranks: Callable[..., dict[str, dict]], stage: int
 ) -> None:
     """The same weights after a step, gathered whole; microbatch counts are uneven between the ranks."""
-    run_ranks(2, gradients.__file__, tiny_model, "ppo", str(stage), "16", str(tmp_path / "two.pt"))
-    one, two = one_process, torch.load(tmp_path / "two.pt", weights_only=True)["ppo"]
+    case = f"ppo,{stage},16"
+    one, two = whole["ppo"], on_two_ranks(*(FAST if case in FAST else SLOW))[case]
     for name, expected in one["weights"].items():
         assert two["weights"][name].keys() == expected.keys()
         for key, want in expected.items():
@@ -81,12 +95,6 @@ def test_zero_stages_on_two_ranks_agree_with_one_process(
             torch.testing.assert_close(two["weights"][name][key], want, rtol=1e-4, atol=2e-6)
     assert two["metrics"]["policy/grad_norm"] == pytest.approx(one["metrics"]["policy/grad_norm"], rel=1e-4)
     assert two["metrics"]["value/grad_norm"] == pytest.approx(one["metrics"]["value/grad_norm"], rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def world():
-    with joined("cpu", 5) as alone:
-        yield alone
 
 
 def trainer(path: str, world: World, **sections: dict) -> Trainer:

@@ -7,9 +7,10 @@ import sys
 
 FORKED = """
 import os, signal, time
-from engine import failures
+from engine.launch import signals
 
-failures.stop_on_sigterm(is_rank=True)
+signals.DEAF = 0.3
+signals.stop_on_sigterm(is_rank=True)
 for wait in (0.0, 0.002):
     for _ in range(100):
         child = os.fork()
@@ -22,8 +23,8 @@ child = os.fork()
 if not child:
     os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
 assert os.waitpid(child, 0)[1] == 0
-time.sleep(failures.DEAF + 0.5)  # a child's signal is not taken for one of this process
-assert not failures.stop_requested() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+time.sleep(signals.DEAF + 0.5)  # a child's signal is not taken for one of this process
+assert not signals.stop_requested() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)

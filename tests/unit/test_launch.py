@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.config import Config, ConfigError, cli
-from engine.launch import failures, launcher
+from engine.launch import failures, launcher, signals
 from engine.machine import devices
 from engine.machine.world import World
 from engine.run_folder import folder
@@ -69,7 +69,7 @@ def test_an_earlier_start_s_errors_are_not_this_one_s(
 ) -> None:
     """Stopped before a generating rank has heard of the folder; what a rank leaves after that is reported."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(failures, "_ending", False)
+    monkeypatch.setattr(signals, "_ending", False)
     (tmp_path / "crash-rank-1.txt").write_text("ValueError: long ago\n\n")
     where = {"resume": str(tmp_path)} if start == "resume" else {"output_dir": str(tmp_path.parent)}
     config = configured("--live", "false").model_copy(update={"name": tmp_path.name} | where)
@@ -90,11 +90,11 @@ def test_an_earlier_start_s_errors_are_not_this_one_s(
 def test_rank_0_waits_for_no_file_once_the_launcher_has_spoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its SIGTERM says that the other rank has ended: one that was killed leaves no file."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(failures, "_ending", False)
-    monkeypatch.setattr(failures, "_told", False)
+    monkeypatch.setattr(signals, "_ending", False)
+    monkeypatch.setattr(signals, "_told", False)
     monkeypatch.setattr(failures, "PATIENCE", 1.0)
     monkeypatch.setenv(failures.LAUNCHER, "1")
-    monkeypatch.setattr(time, "sleep", lambda _: failures._stop(signal.SIGTERM, None))  # it speaks after the first look
+    monkeypatch.setattr(time, "sleep", lambda _: signals._stop(signal.SIGTERM, None))  # it speaks after the first look
     lost, begun = RuntimeError("gloo: connection closed by peer"), time.monotonic()
     assert failures.cause(tmp_path, lost) is lost
     assert time.monotonic() - begun < 0.5
@@ -107,7 +107,7 @@ def test_rank_0_waits_for_no_file_once_the_launcher_has_spoken(tmp_path: Path, m
 
 IN_A_DESTRUCTOR = """
 import os, signal, sys, time
-from engine import failures
+from engine.launch import signals
 
 class Last:
     def __del__(self):
@@ -116,12 +116,12 @@ class Last:
             pass
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
-failures.stop_on_sigterm(is_rank=True)
+signals.stop_on_sigterm(is_rank=True)
 try:
     Last()
     time.sleep(20)
 except KeyboardInterrupt as error:
-    sys.exit(failures.status(error))
+    sys.exit(signals.exit_status(error))
 """
 
 

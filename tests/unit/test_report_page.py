@@ -11,12 +11,13 @@ import pytest
 
 from engine.report import closing_lines, write_report
 from engine.report.__main__ import main
-from engine.report.figures import _AREAS, _LINES, title
+from engine.report.curve_colours import COLOURS, style_sheet
+from engine.report.curves import Series, smooth, thin
+from engine.report.figures import title
 from engine.report.html import page
 from engine.report.metrics import CURVES, PHASES
 from engine.report.records import load_run
-from engine.report.style import CSS
-from engine.report.svg import Series, line_chart, smooth, stacked_chart, thin, ticks
+from engine.report.svg import line_chart, stacked_chart, ticks
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"&\x00"
 
@@ -130,12 +131,12 @@ def test_graded_rewards_are_compared_and_drawn_with_the_rewards(tmp_path: Path) 
 
 def test_each_phase_and_each_curve_of_a_chart_has_a_colour_of_its_own(tmp_path: Path) -> None:
     curves = max(len(curve.metrics) for curve in CURVES)
-    light, dark = CSS.split("prefers-color-scheme: dark")
+    light, dark = style_sheet().split("prefers-color-scheme: dark")
     for scheme in (light, dark):
         for name, count in (("p", len(PHASES)), ("c", curves)):
             colours = [re.findall(rf"--{name}{i}: (#\w+);", scheme) for i in range(count)]
             assert len({colour for (colour,) in colours}) == count
-    assert len(set(_AREAS)) == len(PHASES) and len(set(_LINES)) == curves
+    assert len(COLOURS) == len(PHASES) + curves
     write(tmp_path, "metrics.jsonl", [{"step": 1, **{f"time/{phase}": 1.0 for phase in PHASES}}])
     text = page(load_run(tmp_path))
     for i, phase in enumerate(PHASES):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import email.utils
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +12,24 @@ import pytest
 
 from engine import run
 from engine.config import Config, ConfigError
-from engine.rewards import RewardError, http
-from engine.rewards.http import HttpReward
+from engine.rewards import RewardError, server
+from engine.rewards.server import ServerReward
 from engine.sample import Sample
 from tests import users
+from tests.reward_servers import Answer, serving
 
-Answer = tuple[int, dict[str, str], Any]
 FINE: Answer = (200, {}, {"scores": [1.0, 2.0]})
-
-
-@contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Answer]) -> Iterator[str]:
-    """A server that answers a path and a request's JSON with status, headers and JSON; gives its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, headers, content = answer(self.path, body)
-            text = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response_only(status)  # without a date of its own
-            for name, value in ({"Content-Length": str(len(text))} | headers).items():
-                self.send_header(name, value)
-            self.end_headers()
-            for byte in text if "X-Trickle" in headers else ():
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.02)
-            if "X-Trickle" not in headers:
-                self.wfile.write(text)
-
-        def do_GET(self) -> None:  # what a followed 302 would become
-            raise AssertionError("the request lost its method")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that hang up are part of the tests
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/score"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def asked(url: str, **reward: Any) -> list[float | None]:
     config = Config.model_validate({"reward": {"url": url, **reward}})
-    return HttpReward(config)([Sample(i, i, [1], {"prompt": f"p  {i}"}, [2], "stop") for i in range(2)])
+    return ServerReward(config)([Sample(i, i, [1], {"prompt": f"p  {i}"}, [2], "stop") for i in range(2)])
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -174,7 +133,7 @@ def test_where_a_request_cannot_follow(status: int, headers: dict[str, str], nee
     with serving(lambda path, _: (requests.append(path), (status, headers, b""))[1]) as url:
         with pytest.raises(RewardError, match=needle):
             asked(url)
-    assert len(requests) <= http.REDIRECTS + 1
+    assert len(requests) <= server.REDIRECTS + 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +167,7 @@ def test_an_answer_that_cannot_be_decoded() -> None:
 @pytest.mark.parametrize("url", ["http://", "http:///score", "http://x:port/", "http://[::1/"])
 def test_what_is_no_url_is_refused_before_anything_loads(url: str) -> None:
     with pytest.raises(ConfigError, match=r"reward.url"):
-        HttpReward(Config.model_validate({"reward": {"url": url}}))
+        ServerReward(Config.model_validate({"reward": {"url": url}}))
 
 
 def test_a_run_goes_on_through_a_busy_and_a_moved_server(tmp_path: Path) -> None:

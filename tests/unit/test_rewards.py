@@ -1,11 +1,8 @@
 """Scores: what is asked of a function and of a server, how sources add up, and what comes of truncated responses."""
 
 import asyncio
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,12 @@ import torch
 
 from engine import rewards
 from engine.config import Config, ConfigError
-from engine.rewards import http
+from engine.rewards import server
 from engine.rewards.function import FunctionReward, load_function
 from engine.rewards.scorer import Scorer
 from engine.sample import Sample
 from engine.start import checks
+from tests.reward_servers import Answer, serving
 
 
 def samples(reasons: str) -> list[Sample]:
@@ -214,43 +212,9 @@ def test_sources_are_checked_before_anything_loads(reward: dict, needle: str) ->
         checks.check(config, 1, "cpu")
 
 
-Answer = Callable[[dict], tuple[int, Any]]
-
-
-@contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """A server on this machine that answers a request's JSON with a status and JSON, or bytes; gives its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.headers["Content-Type"] == "application/json"
-            status, content = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            if status == 0:
-                return  # hangs up without an answer
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that hang up are part of the tests
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/score"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -267,10 +231,10 @@ def asked_for(prompts: list[str], completions: list[str], answer: list[str]) -> 
 def test_server_scores_batches_at_a_time() -> None:
     bodies, together = [], threading.Barrier(3, timeout=20)
 
-    def answer(body: dict) -> tuple[int, Any]:
+    def answer(_: str, body: dict) -> Answer:
         bodies.append(body)
         together.wait()
-        return 200, {"scores": [None if text == "r3" else int(text[1:]) for text in body["completions"]]}
+        return 200, {}, {"scores": [None if text == "r3" else int(text[1:]) for text in body["completions"]]}
 
     with serving(answer) as url:
         assert asked(url, samples("SSSSS"), batch_size=2) == [0.0, 1.0, 2.0, None, 4.0]
@@ -284,22 +248,22 @@ def test_server_scores_batches_at_a_time() -> None:
 
 @pytest.mark.parametrize("status", [500, 503, 0])
 def test_server_errors_and_lost_connections_are_tried_again(status: int) -> None:
-    answers = iter([(status, {})] * (http.ATTEMPTS - 1) + [(200, {"scores": [1, 2]})])
-    with serving(lambda _: next(answers)) as url:
+    answers = iter([(status, {}, {})] * (server.ATTEMPTS - 1) + [(200, {}, {"scores": [1, 2]})])
+    with serving(lambda *_: next(answers)) as url:
         assert asked(url, samples("SS")) == [1.0, 2.0]
-    with serving(lambda _: (status, b"out of memory")) as url, pytest.raises(rewards.RewardError) as error:
+    with serving(lambda *_: (status, {}, b"out of memory")) as url, pytest.raises(rewards.RewardError) as error:
         asked(url, samples("SS"))
-    assert url in str(error.value) and f"in {http.ATTEMPTS} attempts" in str(error.value)
+    assert url in str(error.value) and f"in {server.ATTEMPTS} attempts" in str(error.value)
     assert ("RemoteProtocolError" if status == 0 else f"status {status}: 'out of memory'") in str(error.value)
 
 
 def test_a_server_that_is_not_there_or_silent() -> None:
-    with serving(lambda _: (200, {})) as url:
+    with serving(lambda *_: (200, {}, {})) as url:
         pass
     with pytest.raises(rewards.RewardError, match=f"{url} gave no scores.*ConnectError"):
         asked(url, samples("S"))
     over = threading.Event()
-    with serving(lambda _: (200, {"scores": [over.wait(20)]})) as url:
+    with serving(lambda *_: (200, {}, {"scores": [over.wait(20)]})) as url:
         with pytest.raises(rewards.RewardError, match=f"{url} gave no scores.*ReadTimeout"):
             asked(url, samples("S"), timeout_seconds=0.05)
         over.set()
@@ -320,7 +284,7 @@ def test_a_server_that_is_not_there_or_silent() -> None:
 )
 def test_bad_answers_are_errors_at_once(status: int, content: Any, needle: str) -> None:
     requests = []
-    with serving(lambda body: (requests.append(body), (status, content))[1]) as url:
+    with serving(lambda _, body: (requests.append(body), (status, {}, content))[1]) as url:
         with pytest.raises(rewards.RewardError, match=needle) as error:
             asked(url, samples("SS"))
     assert f"reward.url {url}" in str(error.value) and len(requests) == 1

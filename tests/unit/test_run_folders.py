@@ -17,7 +17,7 @@ import torch
 import engine.run
 from engine.config import Config, ConfigError, cli
 from engine.data.prompts import Prompt, PromptStream
-from engine.launch import failures
+from engine.launch import failures, signals
 from engine.machine import disk
 from engine.machine.world import World
 from engine.rollouts.source import Batch, Source
@@ -264,7 +264,7 @@ def test_of_two_runs_that_start_at_once_one_takes_the_name(tmp_path: Path) -> No
 
 def test_a_run_that_is_refused_takes_its_folders_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when another rank refuses: its word comes as a file."""
-    monkeypatch.setattr(failures, "_ending", False)
+    monkeypatch.setattr(signals, "_ending", False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     world = World(0, 2, torch.device("cpu"))
     config = named(tmp_path).model_copy(update={"live": False})

@@ -10,8 +10,8 @@ import pytest
 
 from engine import run
 from engine.config import Config, ConfigError
+from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import load_prompts, load_tokenizer
-from engine.data.stop_tokens import stop_token_ids
 from engine.tasks import addition
 from tests import users
 

@@ -30,7 +30,7 @@ PASSING = (408, 425, 429)
 """Statuses below 500 that another attempt may not meet: timeout, too early, too many requests."""
 
 
-class HttpReward:
+class ServerReward:
     """Posts prompts, completions and the data set's columns to ``reward.url``, which answers with their scores.
 
     Raises:

@@ -1,14 +1,14 @@
-"""The tokens that end a response: what the model's files declare, and what ``generation.stop_tokens`` adds."""
+"""Which token ids end a response: the model's own end-of-sequence ids and the run's stop tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
-from engine.models import model_folder
+from engine.config.quoted import words
+from engine.models import model_folder, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,27 +76,18 @@ def _stop_token(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) 
 
 def _model_file(path: str, name: str) -> dict[str, Any]:
     """A JSON file of a model folder or of a model on the hub; an empty object where there is none."""
-    from transformers.utils import cached_file
-
     try:
-        file: str | Path | None = Path(path) / name
-        if not Path(
-            path
-        ).is_dir():  # one that is not in the cache and cannot be asked for is not there, as for the weights
-            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-            file = cached_file(path, name, **absent)
-        if file is None or not Path(file).is_file():
-            return {}
-        tree = json.loads(Path(file).read_text("utf-8"))
+        file = weight_files.locate(path, name, unreachable_is_absent=True)  # as it is for the weights
+        tree = {} if file is None else json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}': {name} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"model.path '{path}': {name} cannot be read: {words(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"model.path '{path}': {name} must be an object, not {tree!r:.80}")
     return tree
 
 
-def note(stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: Config) -> str:
-    """What ends a response, for the person."""
+def ends_note(stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: Config) -> str:
+    """What ends a response, in words for the person."""
     length = f"rollout.max_response_tokens ({config.rollout.max_response_tokens})"
     if not stops:
         return f"No token ends a response, only {length}: the model's files and generation.stop_tokens name none"
