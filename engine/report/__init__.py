@@ -1,4 +1,8 @@
-"""What a person sees of a run: the live line, the files of the run folder, and report.html."""
+"""What a person sees of a run: the live line, the files of metrics and samples, report.html and the pictures.
+
+Others import the names below and the modules ``records`` (a folder's files), ``recorder``, ``html``, ``closing``,
+``output``, and to draw curves ``curves`` and ``figures``.
+"""
 
 from engine.report.closing import closing_lines
 from engine.report.html import write_report

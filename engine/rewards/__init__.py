@@ -1,4 +1,7 @@
-"""What responses are worth: a Python function, a reward model, a server, or several of them with weights."""
+"""What responses are worth: a Python function, a reward model, a server, or several of them with weights.
+
+Others import the names below and no module.
+"""
 
 from engine.rewards.answers import RewardError
 from engine.rewards.scorer import Scorer, Sources, load, means, read

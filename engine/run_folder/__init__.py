@@ -1,4 +1,4 @@
 """A run's folder: its place and its files, checkpoints that a run resumes from, and the summary.
 
-``folder`` and ``checkpoints`` are for everybody.
+Others import ``folder``, ``checkpoints``, ``in_flight`` and ``summary``.
 """

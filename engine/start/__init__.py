@@ -1,4 +1,4 @@
 """What happens before the first step: checks of the settings, inputs read, models loaded, trainer and sampler built.
 
-``checks``, ``preflight`` and ``build`` follow one another in this order.
+Others import ``checks``, ``preflight``, ``loaded`` and ``build``, which follow one another in this order.
 """
