@@ -2,9 +2,9 @@
 
 256 responses of 256 tokens with log-probabilities, on one rank of the CPU. There is no model: in its place stands a
 function that gives every request the same token, so all the processor's time is scheduling, bookkeeping and results.
-vLLM alone, with each of the two patches for speed (``generate`` and ``look_up_blocks_once`` in
-``engine.generation.vllm_patches``), and with both: the least of several rounds, in milliseconds for one token of every
-response.
+vLLM alone, with each of the two patches for speed (``responses`` in ``engine.generation.vllm``, ``look_up_blocks_once``
+in ``engine.generation.vllm_patches``), and with both: the least of several rounds, in milliseconds for one token of
+every response.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 RESPONSES, TOKENS, ROUNDS = 256, 256, 5
-ARMS = {"vllm": (), "generate": ("generate",), "look_up_blocks_once": ("look_up_blocks_once",)}
-ARMS["both"] = ("generate", "look_up_blocks_once")
+ARMS = {"vllm": (), "responses": ("responses",), "look_up_blocks_once": ("look_up_blocks_once",)}
+ARMS["both"] = ("responses", "look_up_blocks_once")
 
 
 def measure() -> dict[str, float]:
@@ -52,7 +52,7 @@ def measure() -> dict[str, float]:
                         setattr(manager, name, function)
                     else:
                         vars(manager).pop(name, None)
-                spent = _spent(llm, "generate" in patches)
+                spent = _spent(llm, "responses" in patches)
                 least[arm] = min(spent / TOKENS * 1000, least.get(arm, float("inf")))
         sampler.close()
     return least
@@ -62,7 +62,7 @@ def _spent(llm: Any, ours: bool) -> float:
     """Seconds of the processor for all responses."""
     from vllm import SamplingParams
 
-    from engine.generation import vllm_patches
+    from engine.generation import vllm, vllm_patches
 
     prompts = [{"prompt_token_ids": [1, 2 + i % 60, *[7] * (i % 20)]} for i in range(RESPONSES)]
     params = [
@@ -74,7 +74,7 @@ def _spent(llm: Any, ours: bool) -> float:
     with vllm_patches.requests_forgotten(llm):
         started = time.process_time()
         if ours:
-            vllm_patches.generate(llm, prompts, params)
+            vllm.responses(llm, prompts, params)
         else:
             llm.generate(prompts, params, use_tqdm=False)
         return time.process_time() - started
