@@ -104,10 +104,14 @@ class SentWeights:
         names = [name for name in self._expected if name in copies]
         arrived = digest.read([self._arrived[name] for name in names])
         expected = digest.read([self._expected[name] for name in names])
-        found = values({name: copies[name] for name in names})
-        lost = [name for name, value in zip(names, expected, strict=True) if any(one != value for one in found[name])]
+        held_values = values({name: copies[name] for name in names})
+        lost = [
+            name
+            for name, value in zip(names, expected, strict=True)
+            if any(copy != value for copy in held_values[name])
+        ]
         if version == 0:
-            own_form = [name for name in lost if built.get(name) == found[name]]
+            own_form = [name for name in lost if built.get(name) == held_values[name]]
             unread += own_form
             lost = [name for name in lost if name not in own_form]
         sent = {name: value for name, value in zip(names, arrived, strict=True) if name not in unread}
@@ -199,13 +203,13 @@ class LogprobProof:
         self._limit = limit
         self.samples = [Sample(i, i, prompt, response_ids=answer) for i, (prompt, answer) in enumerate(self.texts)]
 
-    def check(self, expected: np.ndarray, found: Sequence[np.ndarray], version: int) -> dict[str, float]:
+    def check(self, trainers: np.ndarray, samplers: Sequence[np.ndarray], version: int) -> dict[str, float]:
         """Compares the trainer's log-probabilities, [T], with the sampler's of each response; gives the metrics.
 
         Raises:
             WeightsDisagreeError: the mean difference is above the limit.
         """
-        gap = np.abs(np.concatenate(found) - expected)
+        gap = np.abs(np.concatenate(samplers) - trainers)
         if not gap.mean() <= self._limit:
             raise _disagree(
                 f"after the hand-over of policy version {version} the log-probabilities of the sampler differ from the "

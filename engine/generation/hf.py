@@ -66,12 +66,12 @@ class HFGenerator(Generator):
 
     @torch.no_grad()
     def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
-        found = []
+        logprobs = []
         for prompt, response in texts:
             logits = self._model(torch.tensor([prompt + response], device=self._device)).logits[0, len(prompt) - 1 : -1]
             targets = torch.tensor(response, device=self._device)
-            found.append(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu().numpy())
-        return found
+            logprobs.append(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu().numpy())
+        return logprobs
 
     def _load_weights(self, weights: NamedTensors) -> None:
         own: dict[str, Any] = dict(self._model.named_parameters())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.generation import vllm_process as process
-from engine.generation.vllm_compat import GPU_BUILD, patch
+from engine.generation.vllm_compat import GPU_BUILD, fused_names, patch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -105,12 +105,12 @@ class SharedWeights:
         """
         own = dict(model.named_parameters())
         for name, parts in self._fused.items():
-            view, there = end_to_end(parts), own.get(name)
-            if there is None or (there.shape, there.dtype) != (view.shape, view.dtype):
-                what = "no such matrix" if there is None else f"{there.dtype} {list(there.shape)}"
+            view, vllms = end_to_end(parts), own.get(name)
+            if vllms is None or (vllms.shape, vllms.dtype) != (view.shape, view.dtype):
+                what = "no such matrix" if vllms is None else f"{vllms.dtype} {list(vllms.shape)}"
                 ours = f"{view.dtype} {list(view.shape)}"
                 raise RuntimeError(f"{name}: trainer has {ours}, vLLM {what}: set memory.zero_copy off")
-            there.data = view
+            vllms.data = view
         with _OntoThemselves(self._parameters.values()):
             loaded = model.load_weights((name, parameter.detach()) for name, parameter in self._parameters.items())
         if missing := sorted(own.keys() - loaded):
@@ -148,14 +148,8 @@ def fused(parameters: dict[str, nn.Parameter], packed: dict[str, list[str]]) -> 
         parameters: by transformers' names; vectors are left out.
         packed: names of fused modules to those of their parts, as vLLM's models give it.
     """
-    places = {part: (whole, place) for whole, parts in packed.items() for place, part in enumerate(parts)}
-    found: dict[str, dict[int, nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        if parameter.ndim > 1:
-            *path, module, leaf = name.split(".")
-            whole, place = places.get(module, (module, 0))
-            found.setdefault(".".join([*path, whole, leaf]), {})[place] = parameter
-    return {name: [parts[place] for place in sorted(parts)] for name, parts in found.items()}
+    matrices = [name for name, parameter in parameters.items() if parameter.ndim > 1]
+    return {whole: [parameters[name] for name in names] for whole, names in fused_names(matrices, packed).items()}
 
 
 def apart(name: str, parts: list[nn.Parameter]) -> str | None:

@@ -19,6 +19,7 @@ from engine.generation import vllm_process as process
 from engine.generation.base import Generator, NamedTensors, Response, Text
 from engine.generation.equal_weights import Held, values
 from engine.generation.sampling import Request, Sampling
+from engine.generation.vllm_compat import CPU_BUILD, GPU_BUILD, patch
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +122,9 @@ class VLLMGenerator(Generator):
         if self._tensor_parallel == 1:
             return self._sample(requests, sampling)
         parts, place = compat.shared_with_group(list(requests))
-        responses = self._sample([request for part in parts for request in part], sampling)
+        everyones = self._sample([request for part in parts for request in part], sampling)
         start = sum(map(len, parts[:place]))
-        return responses[start : start + len(requests)]
+        return everyones[start : start + len(requests)]
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         if not requests:
@@ -147,7 +148,7 @@ class VLLMGenerator(Generator):
         ]
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         with process.random_state_kept(), patches.requests_forgotten(self._llm):
-            return patches.generate(self._llm, prompts, params)
+            return responses(self._llm, prompts, params)
 
     def _logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """As log-probabilities of a prompt, one token of which is the most that vLLM has to add to it."""
@@ -211,6 +212,33 @@ class VLLMGenerator(Generator):
         process.shut_down(self._llm)
         del self._llm, self._weights
         process.release_memory()
+
+
+@patch(GPU_BUILD, CPU_BUILD, reason="makes objects of every token that nobody reads")
+def responses(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Response]:
+    """``LLM.generate`` without them, for speed. The requests stay in the engine: see ``requests_forgotten``.
+
+    Args:
+        params: have ``logprobs`` 0.
+
+    Raises:
+        RuntimeError: vLLM gave a request up.
+    """
+    names = llm.enqueue(prompts, params, use_tqdm=False)
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    logprobs: dict[str, list[float]] = {name: [] for name in names}
+    reasons: dict[str, Any] = {}
+    while len(reasons) < len(names):
+        for output in llm.llm_engine.engine_core.get_output().outputs:
+            name = output.request_id
+            if output.new_token_ids:
+                tokens[name] += output.new_token_ids
+                logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                reasons[name] = str(output.finish_reason)
+    if odd := set(reasons.values()) - {"stop", "length"}:
+        raise RuntimeError(f"vLLM gave a request up: {', '.join(sorted(odd))}")
+    return [Response(tokens[name], np.array(logprobs[name], np.float32), reasons[name]) for name in names]
 
 
 class _CheckedStream:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +81,22 @@ def as_named_in(model: Any, weights: NamedTensors) -> NamedTensors:
 def name_in(model: Any, name: str) -> str:
     """vLLM's own GPT-NeoX calls the head what checkpoints do, transformers not."""
     return re.sub(r"^lm_head\.", "embed_out.", name) if hasattr(model, "embed_out") else name
+
+
+def fused_names(names: Iterable[str], packed: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The tensors that vLLM holds, by its names, each with those of transformers' that make up its rows, in order.
+
+    Args:
+        names: transformers'.
+        packed: names of fused modules to those of their parts, as vLLM's models give it.
+    """
+    places = {part: (whole, place) for whole, parts in packed.items() for place, part in enumerate(parts)}
+    fused: dict[str, dict[int, str]] = {}
+    for name in names:
+        *path, module, leaf = name.split(".")
+        whole, place = places.get(module, (module, 0))
+        fused.setdefault(".".join([*path, whole, leaf]), {})[place] = name
+    return {whole: [parts[place] for place in sorted(parts)] for whole, parts in fused.items()}
 
 
 def shared_with_group(part: list[Any]) -> tuple[list[list[Any]], int]:

@@ -109,11 +109,11 @@ class HeldWeights:
         if cut:
             together = compat.sum_over_group(torch.stack([one for _, one in cut]))
             whole += zip([name for name, _ in cut], together.unbind(), strict=True)
-        found: Held = {}
-        for name, one in whole:
+        held: Held = {}
+        for name, value in whole:
             if name in names and name not in spoilt:
-                found.setdefault(name, []).append(one)
-        return found
+                held.setdefault(name, []).append(value)
+        return held
 
     def _plain(self, tensor: Tensor) -> Tensor:
         """On a CPU without what a multiplication loses: the sign of zero, and numbers that are not normal."""
@@ -124,26 +124,20 @@ class HeldWeights:
 
 def _places(model: Any, shapes: dict[str, Shape], ranks: int) -> list[_Place]:
     own = dict(model.named_parameters())
-    parts_of = {
-        part: (whole, place)
-        for whole, parts in (getattr(model, "packed_modules_mapping", None) or {}).items()
-        for place, part in enumerate(parts)
-    }
+    fuses = getattr(model, "packed_modules_mapping", None) or {}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    found: dict[str, dict[int, str]] = {}
-    for name in shapes:
-        *path, part, leaf = compat.name_in(model, name).split(".")
-        whole, place = parts_of.get(part, (part, 0))
-        key = ".".join([*path, whole, leaf])
+    fused: dict[str, list[str]] = {}
+    for name, names in compat.fused_names(shapes, fuses).items():
+        key = compat.name_in(model, name)
         if key not in own and mapper:
             key = mapper._map_name(key) or key
-        found.setdefault(key, {})[place] = name
+        fused[key] = names
 
     embeddings: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     modules = dict(model.named_modules())
     heads = [module for module in modules.values() if isinstance(module, embeddings.ParallelLMHead)]
     places: list[_Place] = []
-    for key, by_place in found.items():
+    for key, names in fused.items():
         owner, _, leaf = key.rpartition(".")
         module: Any = modules.get(owner)
         parameter = own.get(key)
@@ -156,7 +150,6 @@ def _places(model: Any, shapes: dict[str, Shape], ranks: int) -> list[_Place]:
         if heads and isinstance(module, embeddings.VocabParallelEmbedding) and module not in heads:
             packed = False  # nobody multiplies by it
         shape = tuple(parameter.shape) if plain else (module.output_size_per_partition, module.input_size_per_partition)
-        names = [by_place[number] for number in sorted(by_place)]
         if parts := _parts({name: shapes[name] for name in names}, shape, ranks, module):
             places.append(_Place(key, module, leaf, parameter.dtype, parts, plain, packed))
     # A head that is tied to the embedding has no parameter of its own, but on a CPU a repacked copy.

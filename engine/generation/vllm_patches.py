@@ -1,16 +1,14 @@
-"""Where vLLM's engine does something slowly, by halves or not at all: sleep, hand-over, scheduling and results."""
+"""Where vLLM's engine does something slowly, by halves or not at all: sleep, hand-over and scheduling."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
-
-from engine.generation.base import NamedTensors, Response
+from engine.generation.base import NamedTensors
 from engine.generation.vllm_compat import CPU_BUILD, GPU_BUILD, as_named_in, on_cpu, patch
 
 
@@ -95,33 +93,6 @@ def requests_forgotten(llm: Any) -> Iterator[None]:
     finally:
         processor, core = llm.llm_engine.output_processor, llm.llm_engine.engine_core
         core.abort_requests(processor.abort_requests(list(processor.request_states), internal=True))
-
-
-@patch(GPU_BUILD, CPU_BUILD, reason="makes objects of every token that nobody reads")
-def generate(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Response]:
-    """``LLM.generate`` without them, for speed. The requests stay in the engine's books: see ``requests_forgotten``.
-
-    Args:
-        params: have ``logprobs`` 0.
-
-    Raises:
-        RuntimeError: vLLM gave a request up.
-    """
-    names = llm.enqueue(prompts, params, use_tqdm=False)
-    tokens: dict[str, list[int]] = {name: [] for name in names}
-    logprobs: dict[str, list[float]] = {name: [] for name in names}
-    reasons: dict[str, Any] = {}
-    while len(reasons) < len(names):
-        for output in llm.llm_engine.engine_core.get_output().outputs:
-            name = output.request_id
-            if output.new_token_ids:
-                tokens[name] += output.new_token_ids
-                logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
-            if output.finish_reason is not None:
-                reasons[name] = str(output.finish_reason)
-    if odd := set(reasons.values()) - {"stop", "length"}:
-        raise RuntimeError(f"vLLM gave a request up: {', '.join(sorted(odd))}")
-    return [Response(tokens[name], np.array(logprobs[name], np.float32), reasons[name]) for name in names]
 
 
 @patch(GPU_BUILD, CPU_BUILD, reason="looks for room in the KV cache at every token of every response")

@@ -12,7 +12,7 @@ from typing import Literal
 from engine.config import Config, ConfigError
 from engine.memory import kv_cache, model_shape, sampler_bytes, training_bytes
 from engine.memory.model_shape import ModelShape
-from engine.memory.training_bytes import GIB
+from engine.memory.units import GIB, gib
 from engine.models.kinds import LLAMA_LIKE, WHOLE_LAYERS
 
 Sleep = Literal["none", "kv", "level1", "level2"]
@@ -275,11 +275,6 @@ class Budget:
 def takes_turns(config: Config) -> bool:
     """True where sampler and trainer use the same GPUs one after the other, so that one can make room for the other."""
     return config.generating_ranks == 0 and config.schedule.staleness == 0
-
-
-def gib(size: int) -> str:
-    """Bytes as a person reads them, in GiB."""
-    return f"{size / GIB:.2f}"
 
 
 def _policy_shape(config: Config) -> ModelShape:

@@ -15,7 +15,7 @@ import torch
 
 from engine.machine.world import World
 from engine.memory.planning import MemoryPlan
-from engine.memory.training_bytes import GIB
+from engine.memory.units import GIB
 
 ASLEEP_GROWTH = 0.05
 """Share by which the memory asleep may exceed that of the second cycle, the first one with AdamW's moments."""
@@ -87,14 +87,14 @@ class Meter:
     def metrics(self, plan: MemoryPlan, world: World) -> dict[str, float]:
         """Of the fullest GPU, in GiB, and how far off the plan was. Collective."""
         measured = {name: int(world.max(size)) for name, size in self.phases.items()}
-        found = {f"memory/{name}_gib": size / GIB for name, size in measured.items()}
-        found["memory/peak_gib"] = world.max(self.peak_gib)
+        metrics = {f"memory/{name}_gib": size / GIB for name, size in measured.items()}
+        metrics["memory/peak_gib"] = world.max(self.peak_gib)
         if "asleep" in measured:
-            found["memory/asleep_growth"] = world.max(self.growth)
+            metrics["memory/asleep_growth"] = world.max(self.growth)
         elif measured and plan.phases:  # nothing sleeps, so either phase holds what the fuller one needs
             fullest = max(plan.phases, key=lambda name: plan.phases[name].total)
             measured = {fullest: max(measured.values())}
-        return found | plan.errors(measured)
+        return metrics | plan.errors(measured)
 
     @property
     def growth(self) -> float:

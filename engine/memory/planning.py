@@ -15,8 +15,8 @@ import subprocess
 from dataclasses import dataclass, field
 
 from engine.config import Config, ConfigError
-from engine.memory.arrangements import Budget, Parts, Side, Sleep, gib, takes_turns
-from engine.memory.training_bytes import GIB
+from engine.memory.arrangements import Budget, Parts, Side, Sleep, takes_turns
+from engine.memory.units import GIB, gib
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def gpu_bytes(config: Config) -> int:
             [*command, *(["-i", chosen] if chosen else [])], capture_output=True, text=True, check=True, timeout=60
         ).stdout
         rows = [[int(number) for number in line.split(",")] for line in answer.strip().splitlines()]
-        there = min(total - reserved for total, reserved in rows) * 2**20
+        smallest = min(total - reserved for total, reserved in rows) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         if limit:
             return limit
         raise ConfigError(f"nvidia-smi does not tell the GPUs' memory ({error}): set memory.gpu_gib") from None
-    return min(there, limit or there)
+    return min(smallest, limit or smallest)
 
 
 def plans(config: Config, world_size: int, gpu_bytes: int) -> dict[Side, MemoryPlan]:

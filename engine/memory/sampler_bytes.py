@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.memory.model_shape import ModelShape
-
-MIB = 2**20
+from engine.memory.units import MIB
 
 # Estimates for an H100 with CUDA 13 that a measurement there has to correct.
 BUFFER_BYTES = 256 * MIB

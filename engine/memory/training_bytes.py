@@ -13,10 +13,8 @@ from importlib.util import find_spec
 from engine.config import Config
 from engine.machine import devices
 from engine.memory.model_shape import ModelShape
+from engine.memory.units import GIB, MIB
 from engine.models.kinds import LLAMA_LIKE
-
-GIB = 2**30
-MIB = 2**20
 
 # Estimates for an H100 with CUDA 13 that a measurement there has to correct.
 PROCESS_BYTES = 768 * MIB

@@ -71,8 +71,8 @@ class Overlapping(Schedule):
     def _renew(self) -> None:
         if self._generator.version != self._version:
             self._colocation.hand_over(self._version)
-            expected, found = self._logprobs(self._proof), self._generator.logprobs(self._proof.texts)
-            self._proved = self._proof.check(expected, found, self._version)
+            trainers, samplers = self._logprobs(self._proof), self._generator.logprobs(self._proof.texts)
+            self._proved = self._proof.check(trainers, samplers, self._version)
             if self._generator.receipt:
                 self._proved |= self._generator.receipt.metrics
 
@@ -97,9 +97,9 @@ class Overlapping(Schedule):
         self._colocation.resume([], step, cursor)
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        found = self._proved | {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
+        metrics = self._proved | {"idle/generate": self._idle_share, "idle/train": waited / step_seconds}
         self._proved = {}
-        return found
+        return metrics
 
     def close(self) -> None:
         self._thread.shutdown()

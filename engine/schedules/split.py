@@ -28,7 +28,7 @@ from engine.machine.link import Link, Manifest
 from engine.machine.world import World
 from engine.memory.meter import Meter
 from engine.memory.planning import MemoryPlan
-from engine.memory.training_bytes import GIB
+from engine.memory.units import GIB
 from engine.models import digest
 from engine.rollouts.source import Batch, Source
 from engine.sample import Sample
@@ -230,9 +230,9 @@ class SplitTraining(Schedule):
         self._step, self._cursor = (last.step + 1, last.cursor) if last else (step, cursor)
 
     def metrics(self, step_seconds: float, waited: float) -> dict[str, float]:
-        found = self._proved | self._last | {"idle/train": waited / step_seconds}
+        metrics = self._proved | self._last | {"idle/train": waited / step_seconds}
         self._proved = {}
-        return found
+        return metrics
 
     def close(self) -> None:
         self._settle()

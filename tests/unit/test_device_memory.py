@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.memory.meter import GIB, MemoryGrowthError, Meter, use_growing_segments
+from engine.memory.meter import MemoryGrowthError, Meter, use_growing_segments
 from engine.memory.planning import MemoryPlan, Phase
+from engine.memory.units import GIB
 
 WORLD = SimpleNamespace(max=float)
 

@@ -16,7 +16,7 @@ import torch
 from engine import run
 from engine.config import Config, ConfigError, Lora
 from engine.memory import planning
-from engine.memory.training_bytes import GIB
+from engine.memory.units import GIB
 from engine.training import lora, models, weights
 from tests.unit.test_memory_plan import QWEN2_1B5, N, configured
 

@@ -18,7 +18,7 @@ from engine.config import Config, ConfigError
 from engine.machine.world import World
 from engine.memory import model_shape, planning
 from engine.memory.planning import MemoryPlan, Phase
-from engine.memory.training_bytes import GIB
+from engine.memory.units import GIB
 from engine.start import build
 
 ROOT = Path(__file__).resolve().parents[2]
