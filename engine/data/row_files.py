@@ -143,14 +143,14 @@ def _folder(key: str, path: str, place: str, name: str | None, split: str) -> Or
             f"(lines); {key} must be {ACCEPTED}"
         )
     configurations = _configurations(key, path, Path(place) / "README.md")
-    names = ", ".join(f"'{one}'" for one in configurations)
+    names = ", ".join(f"'{label}'" for label in configurations)
     if not configurations:
         raise ConfigError(
             f"{key}: '{path}' is a folder without a README.md that lists its files under configs, as data sets of the "
             f"Hugging Face hub have it: name one of its files, .jsonl or .parquet"
         )
     if name is None:
-        chosen = [one for one, entry in configurations.items() if entry.get("default") or one == "default"]
+        chosen = [label for label, entry in configurations.items() if entry.get("default") or label == "default"]
         if len(configurations) > 1 and not chosen:
             raise ConfigError(f"{key}: '{path}' has the configurations {names}: choose one by {_sibling(key, 'name')}")
         name = (chosen or list(configurations))[0]
@@ -163,12 +163,12 @@ def _folder(key: str, path: str, place: str, name: str | None, split: str) -> Or
         )
     files = []
     for pattern in splits[split]:
-        found = sorted(glob.glob(pattern, root_dir=place, recursive=True))
-        if not found:
+        matches = sorted(glob.glob(pattern, root_dir=place, recursive=True))
+        if not matches:
             raise ConfigError(f"{key}: '{path}' has no file '{pattern}', which its README.md names")
-        for one in found:
-            _check_file(key, os.path.join(path, one), os.path.join(place, one))
-            files.append(os.path.join(place, one))
+        for match in matches:
+            _check_file(key, os.path.join(path, match), os.path.join(place, match))
+            files.append(os.path.join(place, match))
     return Origin(path, name, split, tuple(dict.fromkeys(files)))
 
 
@@ -228,11 +228,11 @@ def _jsonl_rows(path: str) -> Iterator[Row]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of a key that comes twice JSON's reader would silently take the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' comes twice in one object")
-    return found
+    return content
 
 
 def _parquet_rows(path: str) -> Iterator[Row]:
@@ -258,10 +258,10 @@ def _check_agreement(rows: list[Row]) -> None:
     for row in rows:
         columns.setdefault(row.source, set()).update(row.columns)
     (first, expected), *others = columns.items() or [("", set())]
-    for file, found in others:
-        if found != expected:
+    for file, names in others:
+        if names != expected:
             raise ConfigError(
-                f"{file} has other columns than {first}, of the same split: {', '.join(sorted(found ^ expected))}"
+                f"{file} has other columns than {first}, of the same split: {', '.join(sorted(names ^ expected))}"
             )
 
 

@@ -105,11 +105,11 @@ def _prefill(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase)
         closed = str(tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": mark}], tokenize=False))
     except Exception:  # a template for prompts alone
         return ""
-    header, found, _ = closed.partition(mark)
+    header, separator, _ = closed.partition(mark)
     common = next(
         (i for i, (a, b) in enumerate(zip(opened, header, strict=False)) if a != b), min(len(opened), len(header))
     )
-    rest = opened[common:] if found else ""
+    rest = opened[common:] if separator else ""
     return "" if rest.isspace() else rest
 
 

@@ -63,97 +63,97 @@ def translate(
     notes += [f"{key}: {script} does not read it" for key in theirs if key in unread]
     given = DEFAULTS | {key: value for key, value in theirs.items() if value is not None and key not in unread}
     algo = "bok" if given.get("bok") else SCRIPTS[script]
-    found = {RENAMED[key]: value for key, value in given.items() if key in RENAMED}
-    found |= {"algo": algo, "data.prompt_column": "query"}
-    _algorithm(found, given, algo)
-    _batches(found, given, algo, processes)
-    _intervals(found, given)
-    _placement(found, given, processes)
-    _numbers(found, given, launcher or {})
-    _place(found, given)
-    notes += _launched(found, launcher)
-    tree = nested(found)
+    translated = {RENAMED[key]: value for key, value in given.items() if key in RENAMED}
+    translated |= {"algo": algo, "data.prompt_column": "query"}
+    _algorithm(translated, given, algo)
+    _batches(translated, given, algo, processes)
+    _intervals(translated, given)
+    _placement(translated, given, processes)
+    _numbers(translated, given, launcher or {})
+    _place(translated, given)
+    notes += _launched(translated, launcher)
+    tree = nested(translated)
     if "env" in given:
         tree["env"] = given["env"]
     return cli.validate(tree), notes
 
 
-def _algorithm(found: dict[str, Any], given: dict[str, Any], algo: str) -> None:
+def _algorithm(translated: dict[str, Any], given: dict[str, Any], algo: str) -> None:
     if algo == "ppo":
-        found |= {"rollout.samples_per_prompt": 1, "model.value_path": given["reward_model_path"]}
+        translated |= {"rollout.samples_per_prompt": 1, "model.value_path": given["reward_model_path"]}
     if algo in ("ppo", "rloo"):
-        found["kl.coef"] = given["kl_coef"]
+        translated["kl.coef"] = given["kl_coef"]
     if algo == "online_dpo":
-        found["dpo.loss"] = _one_of("loss_type", given.get("loss_type", "sigmoid"), LOSSES)
+        translated["dpo.loss"] = _one_of("loss_type", given.get("loss_type", "sigmoid"), LOSSES)
     if "cliprange" in given:
-        found |= {"train.clip_low": given["cliprange"], "train.clip_high": given["cliprange"]}
+        translated |= {"train.clip_low": given["cliprange"], "train.clip_high": given["cliprange"]}
     if given.get("non_eos_penalty"):
-        found["rollout.missing_eos_reward"] = given["penalty_reward_value"]
+        translated["rollout.missing_eos_reward"] = given["penalty_reward_value"]
     if given.get("use_peft"):
         modules = given.get("lora_target_modules", "all-linear")
-        found |= {"lora.rank": given["lora_r"], "lora.alpha": given["lora_alpha"]}
-        found["lora.target_modules"] = [] if modules in ("all-linear", ["all-linear"]) else modules
+        translated |= {"lora.rank": given["lora_r"], "lora.alpha": given["lora_alpha"]}
+        translated["lora.target_modules"] = [] if modules in ("all-linear", ["all-linear"]) else modules
 
 
-def _batches(found: dict[str, Any], given: dict[str, Any], algo: str, processes: int) -> None:
+def _batches(translated: dict[str, Any], given: dict[str, Any], algo: str, processes: int) -> None:
     """Their batch counts responses in RLOO, which divides it among K, and prompts in the others."""
     each = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * given["num_mini_batches"]
     batch = int(each) * processes
     if "total_episodes" not in given:
         raise ConfigError("total_episodes is missing: give it, as passes over the data times the prompts in it")
-    found["train.steps"] = math.ceil(int(given["total_episodes"]) / batch)
-    found["rollout.prompts_per_step"] = batch // int(given["rloo_k"]) if algo == "rloo" else batch
+    translated["train.steps"] = math.ceil(int(given["total_episodes"]) / batch)
+    translated["rollout.prompts_per_step"] = batch // int(given["rloo_k"]) if algo == "rloo" else batch
     longest = int(given["max_length"]) + int(given["response_length"])
-    found["train.tokens_per_microbatch"] = max(8192, 2 * longest)
+    translated["train.tokens_per_microbatch"] = max(8192, 2 * longest)
 
 
-def _intervals(found: dict[str, Any], given: dict[str, Any]) -> None:
-    steps, minibatches, epochs = found["train.steps"], int(given["num_mini_batches"]), int(given["num_ppo_epochs"])
+def _intervals(translated: dict[str, Any], given: dict[str, Any]) -> None:
+    steps, minibatches, epochs = translated["train.steps"], int(given["num_mini_batches"]), int(given["num_ppo_epochs"])
     updates = minibatches * epochs
     every = float(given["save_steps"])
     if every < 1:  # of the updates that theirs counts on, which forget the epochs where transformers samples
         every = math.ceil(every * steps * minibatches * (epochs if given.get("vllm") else 1))
     saves = given["save_strategy"] == "steps"
-    found["save.every_steps"] = max(1, round(every / updates)) if saves else 0
+    translated["save.every_steps"] = max(1, round(every / updates)) if saves else 0
     generations = int(given["num_sample_generations"])
-    found["eval.every_steps"] = max(1, steps // generations) if generations else 0
+    translated["eval.every_steps"] = max(1, steps // generations) if generations else 0
     if given["lr_scheduler_type"] != "constant":  # which knows no warm-up
-        found["train.warmup_steps"] = int(given["warmup_steps"]) * updates
+        translated["train.warmup_steps"] = int(given["warmup_steps"]) * updates
 
 
-def _placement(found: dict[str, Any], given: dict[str, Any], processes: int) -> None:
+def _placement(translated: dict[str, Any], given: dict[str, Any], processes: int) -> None:
     ranks = processes
     if given.get("vllm"):
-        found["generation.backend"] = "vllm"
+        translated["generation.backend"] = "vllm"
         if not given.get("single"):
-            found["schedule.placement"] = "split"
+            translated["schedule.placement"] = "split"
             ranks += 1
-        found["schedule.staleness"] = 0 if given.get("sync") else 1
+        translated["schedule.staleness"] = 0 if given.get("sync") else 1
     else:
-        found["generation.max_batch"] = given["local_rollout_forward_batch_size"]
-    found["launch.ranks"] = ranks
+        translated["generation.max_batch"] = given["local_rollout_forward_batch_size"]
+    translated["launch.ranks"] = ranks
 
 
-def _numbers(found: dict[str, Any], given: dict[str, Any], launcher: dict[str, Any]) -> None:
+def _numbers(translated: dict[str, Any], given: dict[str, Any], launcher: dict[str, Any]) -> None:
     mixed = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else None
     if mixed is None and "torch_dtype" in given:
         dtype = _one_of("torch_dtype", given["torch_dtype"], DTYPES)
     else:
         dtype = _one_of("mixed_precision", mixed or launcher.get("mixed_precision") or "no", PRECISIONS)
-    found["model.dtype"] = dtype or "float32"
-    found["train.schedule"] = _one_of("lr_scheduler_type", given["lr_scheduler_type"], SCHEDULES)
-    found["train.adam_betas"] = [given["adam_beta1"], given["adam_beta2"]]
+    translated["model.dtype"] = dtype or "float32"
+    translated["train.schedule"] = _one_of("lr_scheduler_type", given["lr_scheduler_type"], SCHEDULES)
+    translated["train.adam_betas"] = [given["adam_beta1"], given["adam_beta2"]]
 
 
-def _place(found: dict[str, Any], given: dict[str, Any]) -> None:
+def _place(translated: dict[str, Any], given: dict[str, Any]) -> None:
     parent, name = os.path.split(str(given.get("output_dir", "")).rstrip("/"))
     if parent := given.get("output_global_parent_dir", parent):
-        found["output_dir"] = parent
+        translated["output_dir"] = parent
     if name:
-        found["name"] = name
+        translated["name"] = name
 
 
-def _launched(found: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:
+def _launched(translated: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:
     """What the launcher's file decides; notes for what it does not."""
     launcher = launcher or {}
     for key in launcher:
@@ -161,9 +161,9 @@ def _launched(found: dict[str, Any], launcher: dict[str, Any] | None) -> list[st
             raise ConfigError(f"accelerate's file has no key '{key}' that this knows: leave it out")
     kind = str(launcher.get("distributed_type", "NO"))
     clip = _one_of("distributed_type", kind, DISTRIBUTED)
-    found["train.max_grad_norm"] = launcher.get("deepspeed_config.gradient_clipping", clip)
+    translated["train.max_grad_norm"] = launcher.get("deepspeed_config.gradient_clipping", clip)
     if kind == "DEEPSPEED":
-        found["train.zero_stage"] = launcher.get("deepspeed_config.zero_stage", 2)
+        translated["train.zero_stage"] = launcher.get("deepspeed_config.zero_stage", 2)
     return [f"{key}: {LAUNCHER_LEFT_OUT[key]}" for key in launcher if key in LAUNCHER_LEFT_OUT]
 
 

@@ -64,10 +64,10 @@ def _descendants() -> set[int]:
         children.setdefault(int(parent), []).append(int(entry.name))
         if state in "ZX":
             ended.add(int(entry.name))
-    found: set[int] = set()
+    descendants: set[int] = set()
     below = [os.getpid()]
     while below:
         new = children.get(below.pop(), [])
-        found.update(new)
+        descendants.update(new)
         below += new
-    return found - ended
+    return descendants - ended

@@ -72,10 +72,10 @@ class Limit:
                 result = function()
             finally:
                 self._stop()
-        except BaseException as found:
+        except BaseException as raised:
             self._stop()  # the interruption may have come in the middle of the first one
             if self._expired:
-                raise self._error from (None if isinstance(found, _Expired) else found)
+                raise self._error from (None if isinstance(raised, _Expired) else raised)
             raise
         if self._expired:
             raise self._error

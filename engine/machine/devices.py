@@ -57,12 +57,12 @@ def world_size(config: Config) -> int:
 
 def _check_launched(config: Config) -> None:
     """A rank needs all that torchrun and deepspeed set; a shell in which some of it was left is no rank."""
-    there = [name for name in LAUNCHED if os.environ.get(name, "") != ""]
+    given = [name for name in LAUNCHED if os.environ.get(name, "") != ""]
     present = [name for name in LAUNCHED if name in os.environ]
     remedy = f"start with torchrun or deepspeed, or run: unset {' '.join(present)}"
-    if lacking := [name for name in LAUNCHED if name not in there]:
+    if lacking := [name for name in LAUNCHED if name not in given]:
         raise ConfigError(
-            f"the environment variable(s) {', '.join(there or present)} say that this process is a rank, but "
+            f"the environment variable(s) {', '.join(given or present)} say that this process is a rank, but "
             f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing: {remedy}"
         )
     numbers = {}

@@ -50,12 +50,12 @@ def _reason(error: BaseException, free: int) -> str | None:
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
-    for one in chain:
-        if isinstance(one, OSError) and one.errno and not isinstance(one, (ConnectionError, TimeoutError)):
-            return os.strerror(one.errno)
-        if isinstance(one, Exception) and (code := re.search(r"\(os error (\d+)\)", str(one))):  # safetensors'
+    for cause in chain:
+        if isinstance(cause, OSError) and cause.errno and not isinstance(cause, (ConnectionError, TimeoutError)):
+            return os.strerror(cause.errno)
+        if isinstance(cause, Exception) and (code := re.search(r"\(os error (\d+)\)", str(cause))):  # safetensors'
             return os.strerror(int(code[1]))
-    if any(isinstance(one, RuntimeError) and _UNNAMED.search(str(one)) for one in chain):
+    if any(isinstance(cause, RuntimeError) and _UNNAMED.search(str(cause)) for cause in chain):
         return os.strerror(errno.ENOSPC) if free < GIB else "the system did not say why"
     return None
 
@@ -76,8 +76,8 @@ def remove(folder: Path) -> None:
 def empty(file: Path) -> None:
     """Gives a file's bytes back, if nothing else has a part in them."""
     with contextlib.suppress(OSError):
-        found = file.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        status = file.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             os.truncate(file, 0)
 
 
@@ -122,17 +122,17 @@ def probe(key: str, folder: Path) -> None:
 
     made: list[Path] = []
     try:
-        missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
-        for one in reversed(missing):
+        missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+        for place in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another run that starts at the same moment
-                one.mkdir()
-                made.append(one)
+                place.mkdir()
+                made.append(place)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from None
     finally:
-        for one in reversed(made):
+        for place in reversed(made):
             with contextlib.suppress(OSError):
-                one.rmdir()
+                place.rmdir()

@@ -23,8 +23,8 @@ def closing_lines(summary: dict[str, Any], run_dir: Path, how_to_go_on: list[str
         ("curves", run_dir / records.TENSORBOARD),
         ("checkpoints", run_dir / "checkpoints"),
     ]
-    there = [(name, path) for name, path in places if path.exists()]
-    lines += [f"  {name:<12} {_command(name)}{path}" for name, path in there]
+    existing = [(name, path) for name, path in places if path.exists()]
+    lines += [f"  {name:<12} {_command(name)}{path}" for name, path in existing]
     if how_to_go_on:
         lines += ["", "To go on:", *(f"  {line}" for line in how_to_go_on)]
     return "\n".join(lines)

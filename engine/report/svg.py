@@ -43,19 +43,19 @@ def line_chart(series: Sequence[Series], show: Show, *, from_zero: bool = False,
 def stacked_chart(series: Sequence[Series], show: Show) -> str:
     """Areas on top of each other, for parts of a whole."""
     steps, every_height = columns(series)
-    heights = [thin(list(zip(steps, one, strict=True))) for one in every_height]
+    heights = [thin(list(zip(steps, column, strict=True))) for column in every_height]
     xs = [x for x, _ in heights[0]]
     base = [0.0] * len(xs)
     areas = []
     marks: dict[int, list[Mark]] = {x: [] for x in xs}
-    tops = [sum(one[i][1] for one in heights) for i in range(len(xs))]
+    tops = [sum(column[i][1] for column in heights) for i in range(len(xs))]
     frame = _Frame.around(xs, [0.0, *tops])
-    for s, one in zip(series, heights, strict=True):
-        top = [low + y for low, (_, y) in zip(base, one, strict=True)]
+    for s, column in zip(series, heights, strict=True):
+        top = [low + y for low, (_, y) in zip(base, column, strict=True)]
         edge = frame.path(list(zip(xs, top, strict=True)))
         back = frame.path(list(zip(xs, base, strict=True))[::-1]).replace("M", "L")
         areas.append(f'<path class="area {s.style}" d="{edge}{back}Z"/>')
-        for x, (_, y) in zip(xs, one, strict=True):
+        for x, (_, y) in zip(xs, column, strict=True):
             if y > 0:
                 marks[x].append((f"{s.name} {show(y)}", y, math.nan))
         base = top

@@ -75,11 +75,11 @@ def checked(returned: Any, samples: Sequence[Sample], source: str) -> Scores:
     """
 
     def wrong(fault: str, error: Exception | None = None) -> RewardError:
-        found = RewardError(
+        wrong_answer = RewardError(
             f"{source} must return one number a response, or None to drop it, in a list of {len(samples)} here; {fault}"
         )
-        found.__cause__ = error
-        return found
+        wrong_answer.__cause__ = error
+        return wrong_answer
 
     sized = not isinstance(returned, (str, bytes, bytearray, memoryview, Mapping, Set))
     if not sized or not hasattr(returned, "__iter__") or getattr(returned, "ndim", 1) == 0:

@@ -49,7 +49,7 @@ class Classifier:
         """
         if self.tokenizer is None:
             return
-        chats = [found for prompt in prompts if (found := self._messages(prompt.columns)) is not None]
+        chats = [messages for prompt in prompts if (messages := self._messages(prompt.columns)) is not None]
         for messages in {tuple(str(one.get("role")) for one in chat): chat for chat in chats}.values():
             if self.tokenizer.chat_template is None:
                 raise ConfigError(f"{self.name}: prompts are chat messages, and its tokenizer has no chat template")
@@ -105,24 +105,24 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
     assert path is not None
     name = f"reward.model '{path}'"
     _check_code(path, name)
-    own = load_tokenizer(path, "reward.model")
+    tokenizer = load_tokenizer(path, "reward.model")
     policy = policy or _policy_tokenizer(config)
     shape = model_folder.read_config("reward.model", path)
     _check_head(path, name, shape)
     text = shape.get_text_config()
     positions = model_folder.longest_sequence(shape)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if own.get_vocab() == policy.get_vocab():
+    if tokenizer.get_vocab() == policy.get_vocab():
         if positions is not None and longest > positions:
             raise ConfigError(
                 f"{name} takes {positions} tokens at most, fewer than rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens = {longest}"
             )
-        own = None  # type: ignore[assignment]
-    elif config.data.chat_template and own.chat_template is None:
+        tokenizer = None  # type: ignore[assignment]
+    elif config.data.chat_template and tokenizer.chat_template is None:
         raise ConfigError(f"{name}: its tokenizer has no chat template, which data.chat_template asks for")
     ends = frozenset(stop_token_ids(config, policy))
-    return Classifier(path, name, own, policy, ends, text.vocab_size, positions, config.data)
+    return Classifier(path, name, tokenizer, policy, ends, text.vocab_size, positions, config.data)
 
 
 def _policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -145,10 +145,10 @@ def _check_code(path: str, name: str) -> None:
 
 def _declared(path: str, file: str) -> dict[str, Any]:
     """A JSON file of a folder or hub name; empty if there is none, or no readable one: then loading it says so."""
-    found: Path | None
+    located: Path | None
     try:
-        found = weight_files.locate(path, file)
-        content = json.loads(found.read_text(encoding="utf-8")) if found else {}
+        located = weight_files.locate(path, file)
+        content = json.loads(located.read_text(encoding="utf-8")) if located else {}
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -34,10 +34,10 @@ class ModelReward:
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """None for a sequence that the model cannot take; ``RewardError`` for a score that is not finite."""
-        found = [self._classifier.ids(sample) for sample in samples]
-        taken = [place for place, ids in enumerate(found) if self._takes(ids)]
+        readings = [self._classifier.ids(sample) for sample in samples]
+        taken = [place for place, ids in enumerate(readings) if self._takes(ids)]
         sequences = [
-            Sample(index=i, group_id=i, prompt_ids=found[place], response_ids=[]) for i, place in enumerate(taken)
+            Sample(index=i, group_id=i, prompt_ids=readings[place], response_ids=[]) for i, place in enumerate(taken)
         ]
         scores = torch.full((len(taken),), torch.nan)
         singles = torch.arange(len(taken))[:, None]

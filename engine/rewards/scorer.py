@@ -87,12 +87,12 @@ def load(config: Config, world: World, sources: Sources | None = None) -> Scorer
         ConfigError: a source cannot be had, or does not fit the run.
     """
     sources = sources or read(config)
-    found: dict[str, Source] = dict(sources.ready)
+    loaded: dict[str, Source] = dict(sources.ready)
     if sources.model is not None:
         from engine.rewards.model import ModelReward
 
-        found["model"] = ModelReward(config, world, sources.model)
-    return Scorer(found, config)
+        loaded["model"] = ModelReward(config, world, sources.model)
+    return Scorer(loaded, config)
 
 
 class Scorer:
@@ -112,9 +112,9 @@ class Scorer:
         Raises:
             RewardError: a source failed, or gave something that is not one finite number a response.
         """
-        found = {name: source(samples) for name, source in self._sources.items()}
+        answers = {name: source(samples) for name, source in self._sources.items()}
         for place, sample in enumerate(samples):
-            given = {name: scores[place] for name, scores in found.items()}
+            given = {name: scores[place] for name, scores in answers.items()}
             parts = {name: score for name, score in given.items() if score is not None}
             if len(parts) < len(given):
                 sample.reward_parts, sample.reward = parts, None

@@ -176,7 +176,7 @@ def _retry_after(answer: httpx.Response) -> float:
 
 def _date(text: str) -> datetime.datetime | None:
     try:
-        found = email.utils.parsedate_to_datetime(text)
+        date = email.utils.parsedate_to_datetime(text)
     except (TypeError, ValueError):
         return None
-    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+    return date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
