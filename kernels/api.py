@@ -34,9 +34,9 @@ class PolicyLossOutput(NamedTuple):
     entropy: Tensor
     """fp32 ``[T]``, nats."""
     ratio: Tensor
-    """fp32 ``[T]``, exp(new − old), the sequence's with ``ratio="sequence"``; 1 without old_logprobs."""
+    """fp32 ``[T]``, exp(new − old), or the sequence's as ``ratio`` says; 1 without old_logprobs."""
     clipped: Tensor
-    """bool ``[T]``: the clipped branch of the loss was the smaller one."""
+    """bool ``[T]``: a clip decided the loss; with ``"cispo"``, which keeps the gradient, the ratio was clipped."""
     clamped: Tensor
     """bool ``[T]``: a log-ratio that went into exp lay outside ±20."""
 
@@ -140,7 +140,8 @@ def linear_policy_loss(
 ) -> PolicyLossOutput:
     """Σ_t token_weights_t · loss_t of a policy given by a linear head, with its gradients made during the forward pass.
 
-    The formulas, with their sources, are in :func:`kernels.coefficients.row_coefficients`. The caller puts the global
+    The formulas, with their sources, are in :mod:`kernels.token_losses`, and in
+    :func:`kernels.coefficients.row_coefficients` how they are put together. The caller puts the global
     normaliser into the weights, so that the gradient is the same for every split into microbatches and ranks. Rows
     whose coefficient is zero (ignored, clipped, zero advantage or weight) take no part in the gradient's products.
     The backward pass only multiplies by the upstream scalar, in place, and so runs once.
@@ -154,15 +155,19 @@ def linear_policy_loss(
             detached: right in an update's only optimizer step, where every ratio is 1.
         ref_logprobs: ``[T]``, of the reference policy; needed by ``kl_coef``.
         behaviour_logprobs: ``[T]``, of the policy that sampled; used with ``is_cap``. Like all of these, a constant.
-        loss: ``"clip"`` (PPO), ``"reinforce"`` or ``"likelihood"`` (SFT, best-of-K).
-        clip_low, clip_high: the ratio is clipped to 1 − clip_low … 1 + clip_high.
+        loss: ``"clip"`` (PPO), ``"reinforce"``, ``"likelihood"`` (SFT, best-of-K) or ``"cispo"`` (the clipped ratio is
+            a weight of REINFORCE's gradient).
+        clip_low, clip_high: the ratio is clipped to 1 − clip_low … 1 + clip_high. From clip_low = 1 on there is no
+            lower bound, as in the CISPO paper.
         kl_coef: weight of the KL to the reference in the loss.
         kl_estimator: ``"k1"`` (with the gradient of the true KL), ``"k2"`` or ``"k3"``.
         entropy_coef: weight of the entropy bonus.
         is_cap: multiply policy and KL terms, not the entropy bonus, by min(exp(old − behaviour), is_cap).
         cu_seqlens: ``[sequences + 1]`` int32 or int64, bounds of the sequences in rows of ``hidden``; on the CPU or
             hidden's device, where sequence ratios with a gradient read it back, once.
-        ratio: ``"token"``, or ``"sequence"`` for the ratios of whole sequences (needs ``cu_seqlens``).
+        ratio: ``"token"``; or, of whole sequences (needs ``cu_seqlens``), ``"sequence"`` for exp of the log-ratios' sum
+            (RLOO) or ``"sequence_mean"`` for exp of their mean over rows that are not ignored (GSPO). The importance
+            weights of ``is_cap`` are ratios of the same kind.
         dual_clip: None, or above 1: with ``"clip"``, the loss of a row with a negative advantage A stops at
             −dual_clip·A, however large its ratio.
 

@@ -6,14 +6,16 @@ only where it is raised, as reading a size into a string would tie the graph to 
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from kernels.coefficients import KL_ESTIMATORS, LOSSES, RATIOS, PolicySpec
+from kernels.coefficients import RATIOS, PolicySpec
 from kernels.preference import PREFERENCE_LOSSES, PreferenceSpec
+from kernels.token_losses import KL_ESTIMATORS, LOSSES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
@@ -68,8 +70,8 @@ class Checker:
         if any(one is not None and unpack_dual(one).tangent is not None for one in inputs):
             raise RuntimeError(f"{self.function}: there is no forward-mode derivative (torch.func.jvp)")
 
-    def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
-        self.require(value in allowed, name, value, "one of " + ", ".join(map(repr, allowed)))
+    def choice(self, name: str, value: object, allowed: Iterable[str]) -> None:
+        self.require(value in tuple(allowed), name, value, "one of " + ", ".join(map(repr, allowed)))
 
     def number(
         self, name: str, value: object, expected: str, minimum: float, strict: bool = False, finite: bool = True
@@ -209,11 +211,12 @@ def check_policy(
     check.number("entropy_coef", spec.entropy_coef, "a number", -LARGEST)
     if spec.dual_clip is not None:
         check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True, finite=False)
-        check.require(spec.loss == "clip", "dual_clip", spec.dual_clip, 'None without loss="clip"')
+        taking = " or ".join(f'loss="{name}"' for name, loss in LOSSES.items() if loss.dual_clip)
+        check.require(spec.record.dual_clip, "dual_clip", spec.dual_clip, "None without {}", taking)
 
     for name, value, reason in (
         ("token_weights", token_weights, "every loss"),
-        ("advantages", advantages, "" if spec.loss == "likelihood" else f"loss={spec.loss!r}"),
+        ("advantages", advantages, f"loss={spec.loss!r}" if spec.record.advantages else ""),
         ("old_logprobs", old_logprobs, ""),
         ("ref_logprobs", ref_logprobs, "kl_coef > 0" if spec.kl_coef > 0 else ""),
         ("behaviour_logprobs", behaviour_logprobs, "is_cap" if spec.is_cap is not None else ""),
@@ -224,9 +227,9 @@ def check_policy(
             check.row(name, value, count, device)
     if spec.is_cap is not None:
         check.number("is_cap", spec.is_cap, "None or a number above 0", 0, strict=True, finite=False)
-        check.require(spec.loss != "likelihood", "is_cap", spec.is_cap, 'None with loss="likelihood"')
-    if spec.ratio == "sequence":
-        check.needed("cu_seqlens", cu_seqlens, "[sequences + 1]", 'ratio="sequence"')
+        check.require(spec.record.advantages, "is_cap", spec.is_cap, "None with loss={!r}", spec.loss)
+    if spec.ties_rows:
+        check.needed("cu_seqlens", cu_seqlens, "[sequences + 1]", f"ratio={spec.ratio!r}")
     if cu_seqlens is not None:
         check.bounds("cu_seqlens", cu_seqlens, device)
 

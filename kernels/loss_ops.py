@@ -147,13 +147,12 @@ def linear_policy_loss(
     check_values("linear_policy_loss", targets, len(weight), ignore_index, inverse_temperature)
     module = resolve("linear_policy_loss", hidden.device, backend)
     spec = PolicySpec(loss, clip_low, clip_high, kl_coef, kl_estimator, entropy_coef, is_cap, ratio, dual_clip)
-    by_sequence = ratio == "sequence"
     bounds = lengths = None
     if cu_seqlens is not None:
-        if (by_sequence and any(needs)) or reads_values(cu_seqlens.device):
+        if (spec.ties_rows and any(needs)) or reads_values(cu_seqlens.device):
             bounds = read_bounds("linear_policy_loss", cu_seqlens, len(hidden))
-        lengths = cu_seqlens.diff().to(hidden.device, torch.int64) if by_sequence else None
-    on_host = None if bounds is None or not by_sequence else _differences(bounds)
+        lengths = cu_seqlens.diff().to(hidden.device, torch.int64) if spec.ties_rows else None
+    on_host = None if bounds is None or not spec.ties_rows else _differences(bounds)
 
     valid = targets != ignore_index
     with running_on(hidden.device):

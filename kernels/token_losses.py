@@ -1,0 +1,175 @@
+"""The token losses and KL estimators: every formula once, as scalar code of one token's numbers.
+
+The same code runs in two ways. ``op`` is torch in this file, so that a formula called from Python works on vectors,
+one element a token; kernels/triton/formulas.py compiles the code again with ``op`` standing for ``triton.language``,
+and it becomes part of a kernel. A formula is therefore made of arithmetic, comparisons, ``&``, ``|``, ``~``, other
+formulas, numbers of this file, and what torch and Triton call by one name: ``op.abs``, ``op.clamp``, ``op.exp``,
+``op.minimum``, ``op.where``. An ``if`` may ask whether something was given (``is not None``), never what a token's
+number is.
+
+A new loss is a formula and a line in LOSSES, and a second writing with autograd in kernels/reference.py, which
+tests/kernels/test_token_losses.py holds it against in every combination. A new KL estimator likewise.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch as op
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ±20 before exp, with zero gradient beyond; rows that met the clamp are counted."""
+
+KL_ROUNDING = 2.0**-19
+"""Two fp32 log-probabilities that differ by less, relative to their magnitude where that is above 1, are the same."""
+
+
+class Numbers(NamedTuple):
+    """The numbers among the settings of :func:`kernels.linear_policy_loss`. One that may be None is absent if it is."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    kl_coef: float
+    entropy_coef: float
+    is_cap: float | None
+
+
+def bounded_exp(log_ratio):
+    """(exp of the log-ratio, which is clamped before; whether it was)."""
+    bounded = op.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return op.exp(bounded), op.abs(log_ratio) > LOG_RATIO_LIMIT
+
+
+# A loss maps (new, log_ratio, advantage, numbers) to (value, slope, clipped). With r = exp(log_ratio), log_ratio being
+# new − old or that of the whole sequence, ``slope`` is the value's derivative by log_ratio if the loss's record in
+# LOSSES says so, else by new; ``clipped`` is whether a clip decided the value.
+
+
+def clip(new, log_ratio, advantage, numbers):
+    """PPO: −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)                   arXiv 1707.06347, eq. 7
+
+    With dual_clip = d, where A < 0, at most −d·A                                arXiv 1912.09729, eq. 5
+    """
+    ratio, clamped = bounded_exp(log_ratio)
+    plain = ratio * advantage
+    bounded = op.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high) * advantage
+    value = -op.minimum(plain, bounded)
+    clipped = bounded < plain
+    if numbers.dual_clip is not None:
+        ceiling = -numbers.dual_clip * advantage
+        above = (advantage < 0) & (value > ceiling)
+        value = op.where(above, ceiling, value)
+        clipped = clipped | above
+    return value, op.where(clipped | clamped, 0.0, -plain), clipped
+
+
+def cispo(new, log_ratio, advantage, numbers):
+    """CISPO: −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·new                   arXiv 2506.13585, eq. 4 and 5
+
+    The clipped ratio is a constant (sg: no gradient), a weight of REINFORCE's gradient, which no clip takes away.
+    """
+    ratio, _ = bounded_exp(log_ratio)
+    weight = op.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high)
+    slope = -weight * advantage
+    return slope * new, slope, weight != ratio
+
+
+def reinforce(new, log_ratio, advantage, numbers):
+    """REINFORCE: −A·new                                                        Williams 1992"""
+    return -advantage * new, -advantage, False
+
+
+def likelihood(new, log_ratio, advantage, numbers):
+    """−new, of samples that are to be imitated (SFT, best-of-K)."""
+    return -new, -1.0, False
+
+
+# A KL estimator maps δ = new − ref to (value, the value's derivative by new, whether δ met a clamp). Values are those
+# of http://joschu.net/blog/kl-approx.html.
+
+
+def k1(delta):
+    """δ, with the gradient δ·∇new of the true KL: δ's own has expectation zero; on-policy this one is k2's."""
+    return delta, delta, False
+
+
+def k2(delta):
+    """δ²/2."""
+    return delta * delta / 2, delta, False
+
+
+def k3(delta):
+    """exp(−δ) − 1 + δ. Beyond the clamp exp stops and δ goes on."""
+    inverse_ratio, clamped = bounded_exp(-delta)
+    return inverse_ratio - 1 + delta, 1 - op.where(clamped, 0.0, inverse_ratio), clamped
+
+
+class TokenLoss(NamedTuple):
+    """A loss and what it needs."""
+
+    formula: Callable[..., Any]
+    advantages: bool = True
+    """It is weighted by advantages: without them none are asked for, and no importance weights apply."""
+    old: bool = False
+    """It depends on the ratio to the old policy."""
+    by_ratio: bool = False
+    """Its slope is the derivative by the log-ratio, whose gradient is shared by all tokens of a sequence where the
+    ratio is the sequence's; otherwise it is the derivative by the token's own log-probability."""
+    dual_clip: bool = False
+    """It takes ``dual_clip``."""
+
+
+LOSSES = {
+    "clip": TokenLoss(clip, old=True, by_ratio=True, dual_clip=True),
+    "reinforce": TokenLoss(reinforce),
+    "likelihood": TokenLoss(likelihood, advantages=False),
+    "cispo": TokenLoss(cispo, old=True),
+}
+"""By the name that ``kernels.linear_policy_loss`` knows the loss under."""
+
+KL_ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def unchanged(derivative):
+    """The ``pull_back`` of :func:`row_terms` for derivatives by ``new``: those by a token's own log-ratio, too, are."""
+    return derivative
+
+
+def row_terms(
+    new, entropy, log_ratio, log_importance, ref, weight, advantage, loss, pull_back, kl_estimator, numbers
+):  # fmt: skip
+    """What a row adds to the loss, and its derivatives, as :func:`kernels.coefficients.row_coefficients` says.
+
+    Args:
+        new, entropy, weight, advantage: the row's; zeros where the row is not valid.
+        log_ratio: new − old or the sequence's.
+        log_importance: old − behaviour likewise, or None.
+        ref: None without a KL term.
+        loss: a formula of LOSSES.
+        pull_back: maps a derivative by what the loss's slope is meant by to that by ``new``.
+        kl_estimator: a formula of KL_ESTIMATORS.
+        numbers: :class:`Numbers`.
+
+    Returns:
+        loss, dlogprob, dentropy, ratio, clipped, clamped; ``clipped`` may be False for all rows in one.
+    """
+    ratio, clamped = bounded_exp(log_ratio)
+    counts = weight != 0  # what another row holds, NaN perhaps, must not reach a gradient
+    policy_weight = weight
+    if log_importance is not None:
+        importance, importance_clamped = bounded_exp(log_importance)
+        policy_weight = op.where(counts, weight * op.clamp(importance, 0.0, numbers.is_cap), 0.0)
+        clamped = clamped | importance_clamped
+
+    value, slope, clipped = loss(new, log_ratio, advantage, numbers)
+    dlogprob = pull_back(op.where(counts, policy_weight * slope, 0.0))
+    if ref is not None:
+        delta = new - ref
+        rounding = (op.abs(delta) <= KL_ROUNDING) | (op.abs(delta) <= KL_ROUNDING * op.abs(new))
+        kl, dkl, kl_clamped = kl_estimator(op.where(rounding, 0.0, delta))
+        clamped = clamped | kl_clamped
+        value = value + numbers.kl_coef * kl
+        dlogprob = dlogprob + policy_weight * numbers.kl_coef * op.where(counts, dkl, 0.0)
+
+    total = policy_weight * value - weight * numbers.entropy_coef * entropy
+    return op.where(counts, total, 0.0), dlogprob, -weight * numbers.entropy_coef, ratio, clipped, clamped
