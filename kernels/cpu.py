@@ -71,10 +71,7 @@ class CpuScanner:
         self.gradients.begin(chunks)
 
     def backward(self, rows: slice, grads: RowGradients) -> None:
-        alive = grads.dlogprob != 0
-        if grads.dentropy is not None:
-            alive |= grads.dentropy != 0
-        live = alive.nonzero().squeeze(1)
+        live = grads.live()
         if len(live):
             self.waiting.append((live + rows.start, self._bind(rows, live, grads)))
 

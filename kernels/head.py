@@ -87,6 +87,13 @@ class RowGradients(NamedTuple):
         """Those of some rows."""
         return RowGradients(self.dlogprob[rows], None if self.dentropy is None else self.dentropy[rows])
 
+    def live(self) -> Tensor:
+        """Indices of the rows that have a gradient, int64."""
+        alive = self.dlogprob != 0
+        if self.dentropy is not None:
+            alive |= self.dentropy != 0
+        return alive.nonzero().squeeze(1)
+
 
 class Scanner(Protocol):
     """Works through a problem's rows with one workspace."""

@@ -70,10 +70,7 @@ class LogitsScanner:
         self.gradients = HeadGradients(self.problem.hidden, self.problem.head, self.needs, chunks)
 
     def backward(self, rows: slice, grads: RowGradients) -> None:
-        alive = grads.dlogprob != 0
-        if grads.dentropy is not None:
-            alive |= grads.dentropy != 0
-        live = alive.nonzero().squeeze(1)
+        live = grads.live()
         if len(live):
             logits, targets = self.logits[: rows.stop - rows.start], self.problem.targets[rows]
             dlogits = self.dlogits(logits, self._head(rows), targets, live, self.found, grads)
