@@ -48,9 +48,8 @@ class PolicySpec(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """As the formulas take them: an integer would have Triton compile a kernel of its own."""
-        given = self.clip_low, self.clip_high, self.dual_clip, self.kl_coef, self.entropy_coef, self.is_cap
-        return Numbers(*(None if number is None else float(number) for number in given))  # type: ignore[arg-type]
+        """As the formulas take them."""
+        return Numbers(self.clip_low, self.clip_high, self.dual_clip, self.kl_coef, self.entropy_coef, self.is_cap)
 
 
 class Rows(NamedTuple):

@@ -40,15 +40,15 @@ def bounded_exp(log_ratio):
     return op.exp(bounded), op.abs(log_ratio) > LOG_RATIO_LIMIT
 
 
-# A loss maps (new, log_ratio, advantage, numbers) to (value, slope, clipped). With r = exp(log_ratio), log_ratio being
-# new − old or that of the whole sequence, ``slope`` is the value's derivative by log_ratio if the loss's record in
-# LOSSES says so, else by new; ``clipped`` is whether a clip decided the value.
+# A loss maps (new, log_ratio, advantage, numbers) to (value, slope, clipped). log_ratio is new − old or its sequence's,
+# and r its exp. slope is the value's derivative: by log_ratio if the loss's record in LOSSES has by_ratio, else by new.
+# clipped says whether a clip decided the value.
 
 
 def clip(new, log_ratio, advantage, numbers):
-    """PPO: −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)                   arXiv 1707.06347, eq. 7
+    """PPO (arXiv 1707.06347, eq. 7): −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
-    With dual_clip = d, where A < 0, at most −d·A                                arXiv 1912.09729, eq. 5
+    With dual_clip = d (arXiv 1912.09729, eq. 5), where A < 0, at most −d·A.
     """
     ratio, clamped = bounded_exp(log_ratio)
     plain = ratio * advantage
@@ -64,9 +64,9 @@ def clip(new, log_ratio, advantage, numbers):
 
 
 def cispo(new, log_ratio, advantage, numbers):
-    """CISPO: −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·new                   arXiv 2506.13585, eq. 4 and 5
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·new.
 
-    The clipped ratio is a constant (sg: no gradient), a weight of REINFORCE's gradient, which no clip takes away.
+    sg takes its argument for a constant: the clipped ratio is a weight of REINFORCE's gradient, which every token has.
     """
     ratio, _ = bounded_exp(log_ratio)
     weight = op.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high)
@@ -75,7 +75,7 @@ def cispo(new, log_ratio, advantage, numbers):
 
 
 def reinforce(new, log_ratio, advantage, numbers):
-    """REINFORCE: −A·new                                                        Williams 1992"""
+    """REINFORCE: −A·new."""
     return -advantage * new, -advantage, False
 
 
@@ -113,8 +113,8 @@ class TokenLoss(NamedTuple):
     old: bool = False
     """It depends on the ratio to the old policy."""
     by_ratio: bool = False
-    """Its slope is the derivative by the log-ratio, whose gradient is shared by all tokens of a sequence where the
-    ratio is the sequence's; otherwise it is the derivative by the token's own log-probability."""
+    """Its slope is the derivative by the log-ratio, which is shared by the tokens of a sequence where the ratio is the
+    sequence's; otherwise it is the derivative by the token's own log-probability."""
     dual_clip: bool = False
     """It takes ``dual_clip``."""
 
@@ -131,7 +131,7 @@ KL_ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def unchanged(derivative):
-    """The ``pull_back`` of :func:`row_terms` for derivatives by ``new``: those by a token's own log-ratio, too, are."""
+    """The ``pull_back`` where slopes are derivatives by ``new``, as those by a token's own log-ratio new − old are."""
     return derivative
 
 
@@ -146,7 +146,7 @@ def row_terms(
         log_importance: old − behaviour likewise, or None.
         ref: None without a KL term.
         loss: a formula of LOSSES.
-        pull_back: maps a derivative by what the loss's slope is meant by to that by ``new``.
+        pull_back: maps the rows' slopes to derivatives by the rows' ``new``.
         kl_estimator: a formula of KL_ESTIMATORS.
         numbers: :class:`Numbers`.
 
@@ -165,7 +165,7 @@ def row_terms(
     dlogprob = pull_back(op.where(counts, policy_weight * slope, 0.0))
     if ref is not None:
         delta = new - ref
-        rounding = (op.abs(delta) <= KL_ROUNDING) | (op.abs(delta) <= KL_ROUNDING * op.abs(new))
+        rounding = (op.abs(delta) <= KL_ROUNDING) | (op.abs(delta) <= op.abs(new) * KL_ROUNDING)
         kl, dkl, kl_clamped = kl_estimator(op.where(rounding, 0.0, delta))
         clamped = clamped | kl_clamped
         value = value + numbers.kl_coef * kl
