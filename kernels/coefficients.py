@@ -120,20 +120,20 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     Returns:
         Coefficients: rows that are not valid have ratio 1, zeros elsewhere.
     """
-    rows = rows.that_count(spec)
+    rows, zero = rows.that_count(spec), torch.zeros_like(logprobs)
 
     def read(values: Tensor) -> Tensor:
-        return torch.where(rows.valid, values, 0.0)
+        return torch.where(rows.valid, values, zero)
 
-    share = _sharing(spec.ratio, rows)
-    new, zero = read(logprobs), torch.zeros_like(logprobs)
-    old = None if rows.old_logprobs is None else read(rows.old_logprobs)
-    behaviour = None if rows.behaviour_logprobs is None else read(rows.behaviour_logprobs)
+    share, new = _sharing(spec.ratio, rows, read), read(logprobs)
+    log_ratio, log_importance = zero, None
+    if rows.old_logprobs is not None:
+        log_ratio = share(read(logprobs - rows.old_logprobs))
+        if rows.behaviour_logprobs is not None:
+            log_importance = share(read(rows.old_logprobs - rows.behaviour_logprobs))
+    ref, advantages = (None if one is None else read(one) for one in (rows.ref_logprobs, rows.advantages))
     terms = row_terms(
-        new, read(entropy), zero if old is None else share(new - old),
-        None if old is None or behaviour is None else share(old - behaviour),
-        None if rows.ref_logprobs is None else read(rows.ref_logprobs), read(rows.token_weights),
-        zero if rows.advantages is None else read(rows.advantages), spec.record.formula,
+        new, read(entropy), log_ratio, log_importance, ref, read(rows.token_weights), advantages, spec.record.formula,
         share if spec.record.by_ratio else unchanged, KL_ESTIMATORS[spec.kl_estimator], spec.numbers,
     )  # fmt: skip
     found = Coefficients(*terms)
@@ -145,7 +145,7 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
 
 
-def _sharing(ratio: str, rows: Rows) -> Callable[[Tensor], Tensor]:
+def _sharing(ratio: str, rows: Rows, read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """What the ratio makes of the tokens' values, zero where a row is not valid: their own, or their sequence's.
 
     All three are linear and their own transposes: the derivatives by the shared log-ratios go back by the same map.
@@ -158,10 +158,7 @@ def _sharing(ratio: str, rows: Rows) -> Callable[[Tensor], Tensor]:
     def of_sequence(values: Tensor) -> Tensor:
         return segment_sums(values, lengths).repeat_interleave(lengths, output_size=values.numel())
 
-    def summed(values: Tensor) -> Tensor:
-        return torch.where(rows.valid, of_sequence(values), 0.0)
-
     if ratio == "sequence":
-        return summed
+        return lambda values: read(of_sequence(values))
     counts = of_sequence(rows.valid.float()).clamp(min=1)
-    return lambda values: summed(values) / counts
+    return lambda values: read(of_sequence(values)) / counts

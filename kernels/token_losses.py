@@ -40,17 +40,17 @@ def bounded_exp(log_ratio):
     return op.exp(bounded), op.abs(log_ratio) > LOG_RATIO_LIMIT
 
 
-# A loss maps (new, log_ratio, advantage, numbers) to (value, slope, clipped). log_ratio is new − old or its sequence's,
-# and r its exp. slope is the value's derivative: by log_ratio if the loss's record in LOSSES has by_ratio, else by new.
-# clipped says whether a clip decided the value.
+# A loss maps (new, ratio, clamped, advantage, numbers) to (value, slope, clipped). ratio is r = exp(new − old), or that
+# of the token's sequence; clamped says whether its logarithm met the clamp, where r has no gradient. slope is the
+# value's derivative: by log r if the loss's record in LOSSES has by_ratio, else by new. clipped says whether a clip
+# decided the value.
 
 
-def clip(new, log_ratio, advantage, numbers):
+def clip(new, ratio, clamped, advantage, numbers):
     """PPO (arXiv 1707.06347, eq. 7): −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
     With dual_clip = d (arXiv 1912.09729, eq. 5), where A < 0, at most −d·A.
     """
-    ratio, clamped = bounded_exp(log_ratio)
     plain = ratio * advantage
     bounded = op.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high) * advantage
     value = -op.minimum(plain, bounded)
@@ -63,23 +63,22 @@ def clip(new, log_ratio, advantage, numbers):
     return value, op.where(clipped | clamped, 0.0, -plain), clipped
 
 
-def cispo(new, log_ratio, advantage, numbers):
+def cispo(new, ratio, clamped, advantage, numbers):
     """CISPO (arXiv 2506.13585, eq. 4 and 5): −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·new.
 
     sg takes its argument for a constant: the clipped ratio is a weight of REINFORCE's gradient, which every token has.
     """
-    ratio, _ = bounded_exp(log_ratio)
     weight = op.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high)
     slope = -weight * advantage
     return slope * new, slope, weight != ratio
 
 
-def reinforce(new, log_ratio, advantage, numbers):
+def reinforce(new, ratio, clamped, advantage, numbers):
     """REINFORCE: −A·new."""
     return -advantage * new, -advantage, False
 
 
-def likelihood(new, log_ratio, advantage, numbers):
+def likelihood(new, ratio, clamped, advantage, numbers):
     """−new, of samples that are to be imitated (SFT, best-of-K)."""
     return -new, -1.0, False
 
@@ -153,7 +152,8 @@ def row_terms(
     Returns:
         loss, dlogprob, dentropy, ratio, clipped, clamped; ``clipped`` may be False for all rows in one.
     """
-    ratio, clamped = bounded_exp(log_ratio)
+    ratio, ratio_clamped = bounded_exp(log_ratio)
+    clamped = ratio_clamped
     counts = weight != 0  # what another row holds, NaN perhaps, must not reach a gradient
     policy_weight = weight
     if log_importance is not None:
@@ -161,11 +161,12 @@ def row_terms(
         policy_weight = op.where(counts, weight * op.clamp(importance, 0.0, numbers.is_cap), 0.0)
         clamped = clamped | importance_clamped
 
-    value, slope, clipped = loss(new, log_ratio, advantage, numbers)
+    value, slope, clipped = loss(new, ratio, ratio_clamped, advantage, numbers)
     dlogprob = pull_back(op.where(counts, policy_weight * slope, 0.0))
     if ref is not None:
         delta = new - ref
-        rounding = (op.abs(delta) <= KL_ROUNDING) | (op.abs(delta) <= op.abs(new) * KL_ROUNDING)
+        distance = op.abs(delta)
+        rounding = (distance <= KL_ROUNDING) | (distance <= op.abs(new) * KL_ROUNDING)
         kl, dkl, kl_clamped = kl_estimator(op.where(rounding, 0.0, delta))
         clamped = clamped | kl_clamped
         value = value + numbers.kl_coef * kl
