@@ -112,12 +112,12 @@ def call_formulas() -> None:
     from kernels.triton.policy import row_coefficients
 
     ones = torch.ones(320)
-    for loss in LOSSES:
-        for estimator in KL_ESTIMATORS:
-            for bound in (None, 2.0):
-                dual_clip = bound if LOSSES[loss].dual_clip else None
-                spec = PolicySpec(loss, 0.2, 0.2, 0.1, estimator, 0.1, bound, "token", dual_clip)
-                row_coefficients(spec, ones, ones, Rows(ones.bool(), ones, ones, ones, ones, ones, None))
+    formulas = [(loss, "k3") for loss in LOSSES] + [("reinforce", estimator) for estimator in KL_ESTIMATORS]
+    for loss, estimator in formulas:
+        for bound in (None, 2.0):
+            dual_clip = bound if LOSSES[loss].dual_clip else None
+            spec = PolicySpec(loss, 0.2, 0.2, 0.1, estimator, 0.1, bound, "token", dual_clip)
+            row_coefficients(spec, ones, ones, Rows(ones.bool(), ones, ones, ones, ones, ones, None))
 
 
 def call_norms(kernels, width: int, rows: int) -> None:
