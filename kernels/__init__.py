@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "PolicyLossOutput": "kernels.api",
-    "PreferenceLossOutput": "kernels.api",
-    "add_rms_norm": "kernels.api",
-    "gae": "kernels.api",
-    "linear_kl": "kernels.api",
-    "linear_logprob": "kernels.api",
-    "linear_policy_loss": "kernels.api",
-    "linear_preference_loss": "kernels.api",
+    "PolicyLossOutput": "kernels.policy_loss",
+    "PreferenceLossOutput": "kernels.preference_loss",
+    "add_rms_norm": "kernels.norm",
+    "gae": "kernels.advantages",
+    "linear_kl": "kernels.divergence",
+    "linear_logprob": "kernels.logprob",
+    "linear_policy_loss": "kernels.policy_loss",
+    "linear_preference_loss": "kernels.preference_loss",
     "reference": "kernels.reference",
 }
 

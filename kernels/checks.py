@@ -1,23 +1,19 @@
 """Illegal input raises here, before any work, naming the argument, its shape and what was expected.
 
-Shapes, dtypes and devices are checked where a call is made, and while torch.compile traces it: a message is formatted
-only where it is raised, as reading a size into a string would tie the graph to it. Values of tensors are checked by
-:func:`check_values` and :func:`read_bounds` inside the ops.
+Each function's file has the checks that are its alone. Shapes, dtypes and devices are checked where a call is made, and
+while torch.compile traces it: a message is formatted only where it is raised, as reading a size into a string would tie
+the graph to it. Values of tensors are checked by :func:`check_values` and :func:`read_bounds` inside the ops.
 """
 
 import os
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from kernels.coefficients import KL_ESTIMATORS, LOSSES, RATIOS, PolicySpec
-from kernels.preference import PREFERENCE_LOSSES, PreferenceSpec
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
-DIRECTIONS = ("reverse", "forward")
 LARGEST = torch.finfo(torch.float32).max
 """Numbers are used in fp32, where a larger one is infinite. Only bounds may be that."""
 
@@ -68,8 +64,8 @@ class Checker:
         if any(one is not None and unpack_dual(one).tangent is not None for one in inputs):
             raise RuntimeError(f"{self.function}: there is no forward-mode derivative (torch.func.jvp)")
 
-    def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
-        self.require(value in allowed, name, value, "one of " + ", ".join(map(repr, allowed)))
+    def choice(self, name: str, value: object, allowed: Iterable[str]) -> None:
+        self.require(value in tuple(allowed), name, value, "one of " + ", ".join(map(repr, allowed)))
 
     def number(
         self, name: str, value: object, expected: str, minimum: float, strict: bool = False, finite: bool = True
@@ -185,111 +181,3 @@ def read_bounds(function: str, cu_seqlens: Tensor, count: int) -> list[int]:
     fits = bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
     Checker(function).require(fits, "cu_seqlens", cu_seqlens, "bounds rising from 0 to the {} rows: {}", count, bounds)
     return bounds
-
-
-def check_policy(
-    check: Checker,
-    spec: PolicySpec,
-    count: int,
-    device: torch.device,
-    token_weights: Tensor,
-    advantages: Tensor | None,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    behaviour_logprobs: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Check a policy loss's settings and per-row data."""
-    check.choice("loss", spec.loss, LOSSES)
-    check.choice("kl_estimator", spec.kl_estimator, KL_ESTIMATORS)
-    check.choice("ratio", spec.ratio, RATIOS)
-    for name, number in (("clip_low", spec.clip_low), ("clip_high", spec.clip_high)):
-        check.number(name, number, "a number from 0", 0, finite=False)
-    check.number("kl_coef", spec.kl_coef, "a number from 0", 0)
-    check.number("entropy_coef", spec.entropy_coef, "a number", -LARGEST)
-    if spec.dual_clip is not None:
-        check.number("dual_clip", spec.dual_clip, "None or a number above 1", 1, strict=True, finite=False)
-        check.require(spec.loss == "clip", "dual_clip", spec.dual_clip, 'None without loss="clip"')
-
-    for name, value, reason in (
-        ("token_weights", token_weights, "every loss"),
-        ("advantages", advantages, "" if spec.loss == "likelihood" else f"loss={spec.loss!r}"),
-        ("old_logprobs", old_logprobs, ""),
-        ("ref_logprobs", ref_logprobs, "kl_coef > 0" if spec.kl_coef > 0 else ""),
-        ("behaviour_logprobs", behaviour_logprobs, "is_cap" if spec.is_cap is not None else ""),
-    ):
-        if reason:
-            check.needed(name, value, "[T] floating", reason)
-        if value is not None:
-            check.row(name, value, count, device)
-    if spec.is_cap is not None:
-        check.number("is_cap", spec.is_cap, "None or a number above 0", 0, strict=True, finite=False)
-        check.require(spec.loss != "likelihood", "is_cap", spec.is_cap, 'None with loss="likelihood"')
-    if spec.ratio == "sequence":
-        check.needed("cu_seqlens", cu_seqlens, "[sequences + 1]", 'ratio="sequence"')
-    if cu_seqlens is not None:
-        check.bounds("cu_seqlens", cu_seqlens, device)
-
-
-def check_preference(
-    check: Checker,
-    spec: PreferenceSpec,
-    count: int,
-    device: torch.device,
-    cu_seqlens: Tensor,
-    ref_logprobs: Tensor,
-    pair_weights: Tensor,
-) -> None:
-    """Check a preference loss's settings and data."""
-    check.choice("loss", spec.loss, PREFERENCE_LOSSES)
-    check.number("beta", spec.beta, "a number above 0", 1 / LARGEST)
-    check.number("label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5", 0)
-    check.require(spec.label_smoothing < 0.5, "label_smoothing", spec.label_smoothing, "a number from 0 to below 0.5")
-    fits = spec.loss == "sigmoid" or spec.label_smoothing == 0
-    check.require(fits, "label_smoothing", spec.label_smoothing, '0 without loss="sigmoid"')
-    check.row("ref_logprobs", ref_logprobs, count, device)
-    check.bounds("cu_seqlens", cu_seqlens, device)
-    check.require(
-        len(cu_seqlens) % 2 == 1, "cu_seqlens", cu_seqlens, "[2·pairs + 1]: chosen, rejected, chosen, rejected, …"
-    )
-    check.row("pair_weights", pair_weights, len(cu_seqlens) // 2, device)
-
-
-def check_gae(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float, bootstrap: Any, backend: str | None
-) -> None:
-    """Check the arguments of :func:`kernels.gae`."""
-    check = Checker("gae")
-    check.tensor("rewards", rewards, 1, "[T] float32")
-    check.require(rewards.dtype == torch.float32, "rewards", rewards, "[T] float32")
-    check.bounds("cu_seqlens", cu_seqlens, rewards.device)
-    for name, value, size in (("values", values, len(rewards)), ("bootstrap", bootstrap, len(cu_seqlens) - 1)):
-        if value is not None or name == "values":
-            check.row(name, value, size, rewards.device)
-            check.require(value.dtype == torch.float32, name, value, "[{}] float32", size)
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        check.number(name, number, "a number from 0 to 1", 0)
-        check.require(number <= 1, name, number, "a number from 0 to 1")
-    check.backend(backend)
-
-
-def check_add_rms_norm(
-    residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float, backend: str | None
-) -> None:
-    """Check the arguments of :func:`kernels.add_rms_norm`."""
-    check, names = Checker("add_rms_norm"), ", ".join(map(short, DTYPES))
-    check.tensor("weight", weight, 1, "[H] of " + names)
-    fits = weight.dtype in DTYPES and len(weight) > 0
-    check.require(fits, "weight", weight, "[H] of " + names + ", H at least 1")
-    expected = ("[..., {}] float32 on {} like weight", len(weight), weight.device)
-    check.tensor("residual", residual, max(1, getattr(residual, "ndim", 1)), *expected)
-    fits = residual.shape[-1] == len(weight) and residual.dtype == torch.float32 and residual.device == weight.device
-    check.require(fits, "residual", residual, *expected)
-    if branch is not None:
-        like_residual = ("{} of " + names + " on {} like residual", list(residual.shape), residual.device)
-        check.tensor("branch", branch, residual.dim(), *like_residual)
-        fits = branch.shape == residual.shape and branch.dtype in DTYPES and branch.device == residual.device
-        check.require(fits, "branch", branch, *like_residual)
-    check.number("eps", eps, "a number above 0", 0, strict=True)
-    check.backend(backend)
-    check.no_tangents(residual, branch, weight)

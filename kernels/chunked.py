@@ -6,10 +6,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kernels import coefficients as plain
-from kernels.coefficients import PolicySpec, Rows
 from kernels.head import Backend, Gradients, Needs, Problem, RowGradients, Scanner, Statistics
-from kernels.preference import Pairs, PreferenceSpec, pair_coefficients
 
 NO_GRADIENT_BYTES = 64 << 20
 """Without gradients nothing is gained from larger chunks."""
@@ -125,58 +122,3 @@ def loss_pass(
         scanned.append(found)
         bound.append(columns)
     return concatenate(scanned), concatenate(bound), scanner.finish()
-
-
-def policy_pass(
-    backend: Backend,
-    problem: Problem,
-    spec: PolicySpec,
-    rows: Rows,
-    lengths: list[int] | None,
-    needs: Needs,
-    workspace: float,
-) -> tuple[Statistics, tuple[Tensor, ...], Gradients]:
-    """The policy loss: statistics, (loss, ratio, clipped, clamped) of each row, and gradients.
-
-    ``lengths`` has ``rows.lengths`` on the host; it is needed for gradients only.
-    """
-    row_coefficients = getattr(backend, "row_coefficients", plain.row_coefficients)
-
-    def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
-        unplanned = rows.lengths is not None and lengths is None  # without gradients: all rows at once
-        part = rows if unplanned else rows.span(*span)
-        if part.old_logprobs is None and spec.uses_old:  # the rows are an on-policy step's: their own old ones
-            part = part._replace(old_logprobs=found.logprobs)
-        row = row_coefficients(spec, found.logprobs, found.entropy, part)
-        grads = RowGradients(row.dlogprob, row.dentropy if spec.entropy_coef != 0 else None)
-        return (row.loss, row.ratio, row.clipped, row.clamped), grads
-
-    return loss_pass(backend, problem, lengths, bind, needs, workspace)
-
-
-def preference_pass(
-    backend: Backend,
-    problem: Problem,
-    spec: PreferenceSpec,
-    pairs: Pairs,
-    lengths: list[int],
-    needs: Needs,
-    workspace: float,
-) -> tuple[Statistics, tuple[Tensor, ...], Gradients]:
-    """The preference loss: statistics, (loss, chosen reward, rejected reward) of each pair, and gradients.
-
-    ``lengths`` has the rows of each pair.
-    """
-
-    def bind(found: Statistics, span: Span) -> tuple[tuple[Tensor, ...], RowGradients]:
-        *columns, dlogprob = pair_coefficients(spec, found.logprobs, pairs.span(*span))
-        return tuple(columns), RowGradients(dlogprob, None)
-
-    return loss_pass(backend, problem, lengths, bind, needs, workspace)
-
-
-def linear_logprob_backward(
-    backend: Backend, problem: Problem, grads: RowGradients, needs: Needs, workspace: float
-) -> Gradients:
-    """Scan again and apply any upstream gradients."""
-    return backward_all(backend.make_scanner(problem, workspace, needs), len(problem.hidden), grads)

@@ -1,22 +1,21 @@
 """Everything a policy loss does besides the vocabulary: one scalar a row.
 
 The head gives each row its log-probability and entropy; the loss gives back dL/dlogprob and dL/dentropy. No backend
-knows one loss from another, and no loss knows of chunks, as long as a chunk holds whole sequences where it must.
+knows one loss from another, and no loss knows of chunks, as long as a chunk holds whole sequences where it must. The
+formulas are in kernels/token_losses.py.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ±20 before exp, with zero gradient beyond; rows that met the clamp are counted."""
+from kernels.token_losses import KL_ESTIMATORS, LOSSES, Numbers, TokenLoss, row_terms, unchanged
+from kernels.token_losses import KL_ROUNDING as KL_ROUNDING
+from kernels.token_losses import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
 
-LOSSES = ("clip", "reinforce", "likelihood")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-KL_ROUNDING = 2.0**-19
-"""Two fp32 log-probabilities that differ by less, relative to their magnitude where that is above 1, are the same."""
-RATIOS = ("token", "sequence")
+RATIOS = ("token", "sequence", "sequence_mean")
 
 
 class PolicySpec(NamedTuple):
@@ -33,9 +32,24 @@ class PolicySpec(NamedTuple):
     dual_clip: float | None = None
 
     @property
+    def record(self) -> TokenLoss:
+        """What the loss is and needs."""
+        return LOSSES[self.loss]
+
+    @property
     def uses_old(self) -> bool:
         """The loss depends on the old log-probabilities."""
-        return self.loss == "clip" or self.is_cap is not None
+        return self.record.old or self.is_cap is not None
+
+    @property
+    def ties_rows(self) -> bool:
+        """A ratio is that of a whole sequence."""
+        return self.ratio != "token"
+
+    @property
+    def numbers(self) -> Numbers:
+        """As the formulas take them."""
+        return Numbers(self.clip_low, self.clip_high, self.dual_clip, self.kl_coef, self.entropy_coef, self.is_cap)
 
 
 class Rows(NamedTuple):
@@ -55,6 +69,14 @@ class Rows(NamedTuple):
         per_row = self._replace(lengths=None)
         return Rows._make(None if value is None else value[rows] for value in per_row)._replace(lengths=lengths)
 
+    def that_count(self, spec: PolicySpec) -> "Rows":
+        """Without the columns that the loss has no use for: it goes by what is there."""
+        has_importance = self.old_logprobs is not None and spec.is_cap is not None
+        return self._replace(
+            ref_logprobs=self.ref_logprobs if spec.kl_coef > 0 else None,
+            behaviour_logprobs=self.behaviour_logprobs if has_importance else None,
+        )
+
 
 class Coefficients(NamedTuple):
     """``loss`` (weighted), its derivatives by the row's log-probability and entropy, and metrics: ``[n]`` each."""
@@ -70,27 +92,24 @@ class Coefficients(NamedTuple):
 def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: Rows) -> Coefficients:
     """Map each row's log-probability to its loss and the loss's derivative.
 
-    With r = exp(new − old), A the advantage, w the token weight and ω = min(exp(old − behaviour), is_cap)::
+    With w the token weight and ω = min(exp(old − behaviour), is_cap)::
 
         loss = w · (ω · (policy + kl_coef · KL) − entropy_coef · H)
 
-        clip        policy = −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)      PPO, arXiv 1707.06347, eq. 7
-                    with dual_clip = d, where A < 0: min(policy, −d·A)              arXiv 1912.09729, eq. 5
-        reinforce   policy = −A·new
-        likelihood  policy = −new
+    policy is a loss of kernels/token_losses.py, a function of new, r = exp(new − old) and the advantage; KL is an
+    estimator from there, of δ = new − ref. ω is a constant. It multiplies the KL term as well, which is an expectation
+    over the same samples, but not the entropy, which is exact. A δ within the rounding of the two log-probabilities
+    (``KL_ROUNDING``) counts as 0: a policy that is still its reference gets no gradient, which an optimizer that scales
+    gradients to 1 would make a step of.
 
-    ω is a constant. It multiplies the KL term as well, which is an expectation over the same samples, but not the
-    entropy, which is exact. KL is one of (http://joschu.net/blog/kl-approx.html), with δ = new − ref::
+    ``ratio`` says whose ratio r is, and ω with it, both being ratios of two policies for the same tokens::
 
-        k1  δ, with the gradient δ·∇new of the true KL (δ's own has expectation zero; on-policy this is k2's)
-        k2  δ²/2
-        k3  exp(−δ) − 1 + δ
+        token          the token's own
+        sequence       exp of the sequence's summed differences           RLOO, arXiv 2402.14740
+        sequence_mean  exp of their mean over the sequence's valid rows    GSPO, arXiv 2507.18071, eq. 7
 
-    A δ within the rounding of the two log-probabilities (``KL_ROUNDING``) counts as 0: a policy that is still its
-    reference gets no gradient, which an optimizer that scales gradients to 1 would make a step of.
-
-    With ``ratio="sequence"`` r and ω are those of the whole sequence, exp of the summed differences, and every row
-    of a sequence receives the derivative of all its tokens' losses (RLOO, arXiv 2402.14740).
+    A sequence's log-ratio moves with the log-probability of each of its tokens, so that every row of the sequence
+    receives the derivative of all its tokens' losses, or the mean of these.
 
     Args:
         spec: the loss's settings.
@@ -101,69 +120,24 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     Returns:
         Coefficients: rows that are not valid have ratio 1, zeros elsewhere.
     """
-    zero = torch.zeros_like(logprobs)
-    clamped = torch.zeros_like(rows.valid)
+    rows, zero = rows.that_count(spec), torch.zeros_like(logprobs)
 
-    def exp_ratio(minuend: Tensor, subtrahend: Tensor, whole_sequences: bool) -> tuple[Tensor, Tensor]:
-        log_ratio = torch.where(rows.valid, minuend - subtrahend, zero)
-        if whole_sequences:
-            log_ratio = _sum_over_sequence(log_ratio, rows.lengths)
-        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), log_ratio.abs() > LOG_RATIO_LIMIT
+    def read(values: Tensor) -> Tensor:
+        return torch.where(rows.valid, values, zero)
 
-    by_sequence = spec.ratio == "sequence"
-    ratio, clipped = torch.ones_like(logprobs), torch.zeros_like(rows.valid)
-    weight = torch.where(rows.valid, rows.token_weights, zero)
-    counts = weight != 0  # what another row holds, NaN perhaps, must not reach a gradient
-    policy_weight = weight
+    share, new = _sharing(spec.ratio, rows, read), read(logprobs)
+    log_ratio, log_importance = zero, None
     if rows.old_logprobs is not None:
-        ratio, ratio_clamped = exp_ratio(logprobs, rows.old_logprobs, by_sequence)
-        clamped = clamped | ratio_clamped
-        if rows.behaviour_logprobs is not None and spec.is_cap is not None:
-            importance, importance_clamped = exp_ratio(rows.old_logprobs, rows.behaviour_logprobs, by_sequence)
-            policy_weight = torch.where(counts, weight * importance.clamp(max=spec.is_cap), zero)
-            clamped = clamped | importance_clamped
-
-    if spec.loss == "likelihood":
-        policy, dpolicy = -logprobs, -policy_weight
-    elif spec.loss == "reinforce":
-        assert rows.advantages is not None
-        policy = -rows.advantages * logprobs
-        dpolicy = torch.where(counts, -policy_weight * rows.advantages, zero)
-    else:
-        assert rows.advantages is not None
-        plain = ratio * rows.advantages
-        bounded = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * rows.advantages
-        clipped = rows.valid & (bounded < plain)
-        policy = -torch.minimum(plain, bounded)
-        if spec.dual_clip is not None:
-            ceiling = torch.where(rows.advantages < 0, -spec.dual_clip * rows.advantages, float("inf"))
-            clipped = clipped | (rows.valid & (policy > ceiling))
-            policy = torch.minimum(policy, ceiling)
-        dpolicy = torch.where(clipped | ratio_clamped | ~counts, zero, -policy_weight * plain)
-        if by_sequence:
-            dpolicy = _sum_over_sequence(dpolicy, rows.lengths)
-
-    kl, dkl = zero, zero
-    if rows.ref_logprobs is not None and spec.kl_coef > 0:
-        delta = logprobs - rows.ref_logprobs
-        delta = torch.where(delta.abs() <= KL_ROUNDING * logprobs.abs().clamp(min=1), zero, delta)
-        if spec.kl_estimator == "k3":
-            inverse_ratio, kl_clamped = exp_ratio(zero, delta, False)
-            kl, dkl = inverse_ratio - 1 + delta, 1 - torch.where(kl_clamped, zero, inverse_ratio)
-            clamped = clamped | kl_clamped
-        else:
-            kl, dkl = (delta if spec.kl_estimator == "k1" else delta.square() / 2), delta
-        dkl = torch.where(counts, dkl, zero)
-
-    loss = policy_weight * (policy + spec.kl_coef * kl) - weight * spec.entropy_coef * entropy
-    return Coefficients(
-        loss=torch.where(counts, loss, zero),
-        dlogprob=torch.where(rows.valid, dpolicy + policy_weight * spec.kl_coef * dkl, zero),
-        dentropy=-weight * spec.entropy_coef,
-        ratio=torch.where(rows.valid, ratio, 1.0),
-        clipped=clipped,
-        clamped=clamped & rows.valid,
-    )
+        log_ratio = share(read(logprobs - rows.old_logprobs))
+        if rows.behaviour_logprobs is not None:
+            log_importance = share(read(rows.old_logprobs - rows.behaviour_logprobs))
+    ref, advantages = (None if one is None else read(one) for one in (rows.ref_logprobs, rows.advantages))
+    terms = row_terms(
+        new, read(entropy), log_ratio, log_importance, ref, read(rows.token_weights), advantages, spec.record.formula,
+        share if spec.record.by_ratio else unchanged, KL_ESTIMATORS[spec.kl_estimator], spec.numbers,
+    )  # fmt: skip
+    found = Coefficients(*terms)
+    return found._replace(clipped=torch.zeros_like(rows.valid) | found.clipped)
 
 
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
@@ -171,7 +145,20 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
 
 
-def _sum_over_sequence(values: Tensor, lengths: Tensor | None) -> Tensor:
-    """Give every row the sum over its sequence."""
+def _sharing(ratio: str, rows: Rows, read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What the ratio makes of the tokens' values, zero where a row is not valid: their own, or their sequence's.
+
+    All three are linear and their own transposes: the derivatives by the shared log-ratios go back by the same map.
+    """
+    if ratio == "token":
+        return unchanged
+    lengths = rows.lengths
     assert lengths is not None
-    return segment_sums(values, lengths).repeat_interleave(lengths, output_size=values.numel())
+
+    def of_sequence(values: Tensor) -> Tensor:
+        return segment_sums(values, lengths).repeat_interleave(lengths, output_size=values.numel())
+
+    if ratio == "sequence":
+        return lambda values: read(of_sequence(values))
+    counts = of_sequence(rows.valid.float()).clamp(min=1)
+    return lambda values: read(of_sequence(values)) / counts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import _cpu
 from kernels.head import Gradients, Needs, Problem, RowGradients, Statistics, product_dtype
-from kernels.logits import weight_blocks
+from kernels.logits import GradientSums, weight_blocks
 
 REACH = math.exp(40.0)
 """A row whose Σ exp(z − a) is further from 1 is scanned again with its maximum: fp32 would lose its small terms."""
@@ -22,8 +22,6 @@ PREFERRED_BYTES = 0.75
 """Of E for each logit of the call: several chunks cost little, and an eighth of what eager torch takes is more."""
 PREFERRED_ROWS = range(64, 2048)
 """Fewer rows cost more reading and writing dW than multiplying; more save nothing."""
-ROUNDED_SUMS = 3
-"""So many chunks add up dW in its own dtype, which adds at most 15 % to its error; more add it up in fp32."""
 
 
 def round_up(rows: int) -> int:
@@ -37,7 +35,6 @@ class CpuScanner:
     def __init__(self, problem: Problem, workspace: float, needs: Needs) -> None:
         self.problem, self.needs = problem, needs
         self.dtype = product_dtype(problem.hidden.dtype)
-        self.gradients = HeadGradients(problem, needs, self.dtype)
         # Where the gradient is more than a multiple of E, its logarithm is needed, and a bf16's is off by 0.004.
         self.reshapes = any(needs) and (problem.entropy_gradient or problem.head.softcap is not None)
         self.word_bytes = self.dtype.itemsize + (4 if self.reshapes and self.dtype != torch.float32 else 0)
@@ -68,13 +65,10 @@ class CpuScanner:
         return Statistics(*(torch.where(valid, value, 0.0) for value in (self.logprobs, self.entropy)))
 
     def begin(self, chunks: int) -> None:
-        self.gradients.begin(chunks)
+        self.gradients = ExponentialGradients(self.problem.hidden, self.problem.head, self.needs, chunks)
 
     def backward(self, rows: slice, grads: RowGradients) -> None:
-        alive = grads.dlogprob != 0
-        if grads.dentropy is not None:
-            alive |= grads.dentropy != 0
-        live = alive.nonzero().squeeze(1)
+        live = grads.live()
         if len(live):
             self.waiting.append((live + rows.start, self._bind(rows, live, grads)))
 
@@ -179,45 +173,26 @@ class CpuScanner:
         return torch.where(rounded != 0, factor * (own / rounded), factor)
 
 
-class HeadGradients:
-    """Gradients by hidden, weight and bias, summed over chunks; each is made only where asked for."""
+class ExponentialGradients(GradientSums):
+    """Made of E and a factor of each row."""
 
-    def __init__(self, problem: Problem, needs: Needs, dtype: torch.dtype) -> None:
-        self.problem, self.needs, self.dtype = problem, needs, dtype
-
-    def begin(self, chunks: int) -> None:
-        hidden, weight = self.problem.hidden, self.problem.head.weight
-        self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if self.needs[0] else None
-        self.dweight: Tensor | None = None  # a first chunk's product needs no zeros to be added to
-        self.dbias = weight.new_zeros(len(weight), dtype=torch.float32) if self.needs[2] else None
-        self.sum_dtype = self.dtype if chunks <= ROUNDED_SUMS else torch.float32
+    rounded_chunks = 3  # adds at most 15 % to dW's error
 
     def add(self, rows: Tensor, exponentials: Tensor, factor: Tensor) -> None:
         """Add the share of some rows, given dz = factor·exponentials."""
         if self.dhidden is not None:
-            dhidden = _cpu.transposed_product(exponentials, self.problem.head.weight) * factor[:, None]
+            dhidden = _cpu.transposed_product(exponentials, self.head.weight) * factor[:, None]
             self.dhidden.index_copy_(0, rows, dhidden.to(self.dhidden.dtype))
-        if self.needs[1]:
-            hidden = (self.problem.hidden.index_select(0, rows) * factor[:, None]).to(self.dtype)
+        if self.need_weight:
+            hidden = (self.hidden.index_select(0, rows) * factor[:, None]).to(self.dtype)
             add = self.dweight is not None
-            self.dweight = self._new_dweight() if self.dweight is None else self.dweight
+            if self.dweight is None:
+                weight = self.head.weight
+                self.dweight = weight.new_empty(weight.shape, dtype=self.sum_dtype)
             _cpu.add_product(exponentials, hidden, self.dweight, add)
         if self.dbias is not None:
             for words, block in weight_blocks(exponentials, torch.float32):
                 self.dbias[words] += block @ factor
-
-    def finish(self) -> Gradients:
-        weight, bias = self.problem.head.weight, self.problem.head.bias
-        dweight = dbias = None
-        if self.needs[1]:
-            dweight = (self._new_dweight().zero_() if self.dweight is None else self.dweight).to(weight.dtype)
-        if self.dbias is not None and bias is not None:
-            dbias = self.dbias.to(bias.dtype)
-        return self.dhidden, dweight, dbias
-
-    def _new_dweight(self) -> Tensor:
-        weight = self.problem.head.weight
-        return weight.new_empty(weight.shape, dtype=self.sum_dtype)
 
 
 make_scanner = CpuScanner

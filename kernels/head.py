@@ -5,7 +5,7 @@ a chunk for its row statistics, let the loss turn them into one or two scalars a
 What a backend keeps of a chunk between the two (logits, or their exponentials) and how it multiplies is its own.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,23 @@ class Problem(NamedTuple):
     entropy_gradient: bool = True
     """Whether ``Scanner.backward`` may be given gradients by the entropy."""
 
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse_temperature: Tensor,
+        softcap: float | None,
+        ignore_index: int,
+        **guesses: Any,
+    ) -> "Problem":
+        """What an op is given, with rows ignored by their target."""
+        valid = targets != ignore_index
+        head = Head(weight, bias, inverse_temperature, softcap)
+        return cls(hidden, head, torch.where(valid, targets, 0), valid, **guesses)
+
 
 class Statistics(NamedTuple):
     """Row statistics of a scan, fp32 ``[n]`` each, zero where ignored."""
@@ -69,6 +86,13 @@ class RowGradients(NamedTuple):
     def span(self, rows: slice) -> "RowGradients":
         """Those of some rows."""
         return RowGradients(self.dlogprob[rows], None if self.dentropy is None else self.dentropy[rows])
+
+    def live(self) -> Tensor:
+        """Indices of the rows that have a gradient, int64."""
+        alive = self.dlogprob != 0
+        if self.dentropy is not None:
+            alive |= self.dentropy != 0
+        return alive.nonzero().squeeze(1)
 
 
 class Scanner(Protocol):

@@ -70,10 +70,7 @@ class LogitsScanner:
         self.gradients = HeadGradients(self.problem.hidden, self.problem.head, self.needs, chunks)
 
     def backward(self, rows: slice, grads: RowGradients) -> None:
-        alive = grads.dlogprob != 0
-        if grads.dentropy is not None:
-            alive |= grads.dentropy != 0
-        live = alive.nonzero().squeeze(1)
+        live = grads.live()
         if len(live):
             logits, targets = self.logits[: rows.stop - rows.start], self.problem.targets[rows]
             dlogits = self.dlogits(logits, self._head(rows), targets, live, self.found, grads)
@@ -108,18 +105,39 @@ def linear_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(hidden, block.t(), out=out[:, columns])
 
 
-class HeadGradients:
-    """Gradients by hidden, weight and bias, summed over chunks; each is made only where asked for."""
+class GradientSums:
+    """Gradients by hidden, weight and bias, summed over chunks; each is made only where asked for.
+
+    How a chunk's share is made is a subclass's.
+    """
+
+    rounded_chunks = 1
+    """Over so many chunks dW is summed in the products' dtype, over more in fp32, so that its error does not grow."""
 
     def __init__(self, hidden: Tensor, head: Head, needs: Needs, chunks: int) -> None:
         self.hidden, self.head = hidden, head
         self.dtype = product_dtype(hidden.dtype)
         need_hidden, self.need_weight, need_bias = needs
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if need_hidden else None
-        # One chunk rounds once, at its end; a sum over several is kept in fp32, so that its error does not grow.
-        self.sum_dtype = self.dtype if chunks == 1 else torch.float32
+        self.sum_dtype = self.dtype if chunks <= self.rounded_chunks else torch.float32
         self.dweight: Tensor | None = None  # a first chunk's product needs no zeros to be added to
         self.dbias = head.weight.new_zeros(len(head.weight), dtype=torch.float32) if need_bias else None
+
+    def finish(self) -> Gradients:
+        """(dhidden, dweight, dbias) in the inputs' dtypes."""
+        dweight = dbias = None
+        if self.need_weight:
+            dweight = (self._zero_dweight() if self.dweight is None else self.dweight).to(self.head.weight.dtype)
+        if self.dbias is not None and self.head.bias is not None:
+            dbias = self.dbias.to(self.head.bias.dtype)
+        return self.dhidden, dweight, dbias
+
+    def _zero_dweight(self) -> Tensor:
+        return torch.zeros_like(self.head.weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)
+
+
+class HeadGradients(GradientSums):
+    """Made of the gradient by the logits."""
 
     def add(self, rows: Tensor, dlogits: Tensor) -> None:
         """Add the live rows' share: dX = dz·W, dW += dzᵀ·X, db += Σ dz."""
@@ -143,15 +161,3 @@ class HeadGradients:
                 self.dweight.addmm_(dlogits.t(), hidden)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)
-
-    def finish(self) -> Gradients:
-        """(dhidden, dweight, dbias) in the inputs' dtypes."""
-        dweight = dbias = None
-        if self.need_weight:
-            dweight = (self._zero_dweight() if self.dweight is None else self.dweight).to(self.head.weight.dtype)
-        if self.dbias is not None and self.head.bias is not None:
-            dbias = self.dbias.to(self.head.bias.dtype)
-        return self.dhidden, dweight, dbias
-
-    def _zero_dweight(self) -> Tensor:
-        return torch.zeros_like(self.head.weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)

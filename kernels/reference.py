@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.coefficients import LOG_RATIO_LIMIT
+from kernels.token_losses import LOG_RATIO_LIMIT
 
 
 def _log_softmax(
@@ -86,11 +86,13 @@ def linear_policy_loss(
         for value in (advantages, old_logprobs, ref_logprobs, behaviour_logprobs)
     )
 
-    def exp_ratio(log_ratio: Tensor, whole_sequences: bool) -> Tensor:
-        if whole_sequences:
+    def exp_ratio(log_ratio: Tensor, of: str) -> Tensor:
+        if of != "token":
             assert cu_seqlens is not None
-            bounds = cu_seqlens.tolist()
-            parts = [log_ratio[a:b].sum().expand(b - a) for a, b in pairwise(bounds)]
+            parts = []
+            for a, b in pairwise(cu_seqlens.tolist()):
+                tokens = valid[a:b].sum().clamp(min=1) if of == "sequence_mean" else 1
+                parts.append((log_ratio[a:b].sum() / tokens).expand(b - a))
             log_ratio = torch.cat(parts) if parts else log_ratio
         return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -98,11 +100,15 @@ def linear_policy_loss(
         old_logprobs = new.detach()
     if loss == "clip":
         assert advantages is not None
-        r = exp_ratio(new - old_logprobs, ratio == "sequence")
+        r = exp_ratio(new - old_logprobs, ratio)
         objective = torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
         if dual_clip is not None:
             objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
         row_loss = -objective
+    elif loss == "cispo":
+        assert advantages is not None
+        r = exp_ratio(new - old_logprobs, ratio)
+        row_loss = -r.clamp(1 - clip_low, 1 + clip_high).detach() * advantages * new
     elif loss == "reinforce":
         assert advantages is not None
         row_loss = -advantages * new
@@ -115,10 +121,10 @@ def linear_policy_loss(
         elif kl_estimator == "k2":
             kl = delta.square() / 2
         else:
-            kl = exp_ratio(-delta, False) - 1 + delta
+            kl = exp_ratio(-delta, "token") - 1 + delta
         row_loss = row_loss + kl_coef * kl
     if behaviour_logprobs is not None and is_cap is not None:
-        row_loss = row_loss * exp_ratio(old_logprobs - behaviour_logprobs, ratio == "sequence").clamp(max=is_cap)
+        row_loss = row_loss * exp_ratio(old_logprobs - behaviour_logprobs, ratio).clamp(max=is_cap)
     return (token_weights * (row_loss - entropy_coef * entropy)).sum()
 
 

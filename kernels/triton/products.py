@@ -7,14 +7,12 @@ import triton
 from torch import Tensor
 
 from kernels.head import Needs, Problem, product_dtype
+from kernels.logits import CAST_BYTES, block_columns
 from kernels.triton.maths import INTERPRETED
 from kernels.triton.scan import anchored_scan, tuned_scan
 
 if TYPE_CHECKING:
     from kernels.triton.scanner import AnchoredScanner
-
-CAST_BYTES = 4 << 20
-"""Where a product needs the weight in another dtype, it is converted in blocks of the vocabulary of this size."""
 
 LISTED_ROWS = 32
 """Rows of a tile when single rows are scanned again."""
@@ -125,8 +123,7 @@ class PortableProducts(Products):
         e, weight = self.e[:live, : self.vocabulary], self.problem.head.weight
         if INTERPRETED:  # on processors with AMX oneDNN reads on behind a row's end, and NaN times its zeros is NaN
             self.scanned.view(self.dtype)[:live, self.vocabulary :] = 0
-        step = self.vocabulary if weight.dtype == self.dtype else max(1, CAST_BYTES // (self.width * 4))
-        blocks = [slice(start, min(start + step, self.vocabulary)) for start in range(0, self.vocabulary, step)]
+        blocks = list(block_columns(weight, self.dtype))
         if self.dhidden is not None:
             total = self.factor.new_zeros(live, self.width, dtype=self.dtype)
             for block in blocks:

@@ -105,6 +105,21 @@ def call_all(kernels, hidden, weight, targets, ratio, settings) -> None:
         ).sum().backward()  # fmt: skip
 
 
+def call_formulas() -> None:
+    """The kernel of the rows' coefficients for every token loss and KL estimator."""
+    from kernels.coefficients import PolicySpec, Rows
+    from kernels.token_losses import KL_ESTIMATORS, LOSSES
+    from kernels.triton.policy import row_coefficients
+
+    ones = torch.ones(320)
+    formulas = [(loss, "k3") for loss in LOSSES] + [("reinforce", estimator) for estimator in KL_ESTIMATORS]
+    for loss, estimator in formulas:
+        for bound in (None, 2.0):
+            dual_clip = bound if LOSSES[loss].dual_clip else None
+            spec = PolicySpec(loss, 0.2, 0.2, 0.1, estimator, 0.1, bound, "token", dual_clip)
+            row_coefficients(spec, ones, ones, Rows(ones.bool(), ones, ones, ones, ones, ones, None))
+
+
 def call_norms(kernels, width: int, rows: int) -> None:
     """Both kernels with and without a branch, a gradient of the sum and one of the weight."""
     residual, branch = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bfloat16)
@@ -147,6 +162,7 @@ def main() -> None:
     other_rows = False
     ones, bounds = torch.ones(320), torch.tensor([0, 100, 320])
     kernels.gae(ones, ones, bounds, 0.9, 0.9, backend="triton")
+    call_formulas()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from kernels import dispatch, loss_ops, ops
+from kernels import dispatch, loss_ops
 
 
 class IntoOps(TorchDispatchMode):
@@ -21,9 +22,7 @@ class IntoOps(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "tandem":
             with self:
-                return getattr(ops if hasattr(ops, function._opname) else loss_ops, function._opname)._init_fn(
-                    *args, **(kwargs or {})
-                )
+                return OPDEFS[f"tandem::{function._opname}"]._init_fn(*args, **(kwargs or {}))
         result = function(*args, **(kwargs or {}))
         self.see(function, args, result)
         return result

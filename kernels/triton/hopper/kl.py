@@ -135,7 +135,7 @@ def scan_pair(
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LAG: gl.constexpr,
     FORWARD: gl.constexpr,
 ):  # fmt: skip
-    """:func:`kernels.triton.kl.scan_pair` for bf16, without bias and softcap.
+    """:func:`kernels.triton.kl_tiles.scan_pair` for bf16, without bias and softcap.
 
     A warpgroup's registers hold one head's logits of a tile: p's wait in shared memory while q's are made. A thread
     reads back what it wrote itself. LAG is at most the number of steps of either head.
@@ -178,7 +178,7 @@ def scan_on_hopper(
     hidden_p: Tensor, weight_p: Tensor, hidden_q: Tensor, weight_q: Tensor, temperature: Tensor, part: Tensor,
     programs: int, forward: bool,
 ) -> None:  # fmt: skip
-    """Launch the scan of a chunk's rows; ``part`` as in :func:`kernels.triton.kl.scan_pair`."""
+    """Launch the scan of a chunk's rows; ``part`` as in :func:`kernels.triton.kl_tiles.scan_pair`."""
     descriptors = []
     for hidden, weight in ((hidden_p, weight_p), (hidden_q, weight_q)):
         if not copies_in_bulk(hidden):
