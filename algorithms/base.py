@@ -23,6 +23,14 @@ NonNegative = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Ratio = Literal["token", "sequence", "sequence_mean"]
+DualClip = Annotated[
+    Annotated[float, Field(gt=1)] | None,
+    Field(
+        description="Dual clip (Ye et al. 2020, arXiv 1912.09729): the loss of a token with a negative advantage A is "
+        "at most -A times this, however large the policy ratio. Default: no such bound"
+    ),
+]
 
 
 class Section(BaseModel):
@@ -133,7 +141,7 @@ class Algorithm(ABC):
         """One line, without its end, about settings that are right by themselves and do not go together; else None."""
         return None
 
-    def ratio(self, settings: Any) -> Literal["token", "sequence"]:
+    def ratio(self, settings: Any) -> Ratio:
         """With ``policy_ratio``: whether the loss's ratios, and so its importance weights, are one a token or one a
-        response, the product over its tokens."""
+        response, the product over its tokens or their geometric mean, as in ``kernels.linear_policy_loss``."""
         return "token"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from algorithms.base import Algorithm, Run, Unit, ValueModelSettings
+from algorithms.base import Algorithm, DualClip, Run, Unit, ValueModelSettings
 
 if TYPE_CHECKING:
     from algorithms.rollout import Objective, Rollout
@@ -26,7 +26,7 @@ class PPO(Algorithm):
     policy_ratio = True
 
     class Settings(ValueModelSettings):
-        """PPO's advantages and value model."""
+        """PPO's advantages, clipping and value model."""
 
         gamma: Unit = Field(1.0, description="Discount per token")
         lam: Unit = Field(0.95, description="GAE's lambda")
@@ -37,6 +37,7 @@ class PPO(Algorithm):
         bootstrap_truncated: bool = Field(
             False, description="Responses cut off by their length end with the value model's estimate instead of 0"
         )
+        dual_clip: DualClip = None
 
     def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
         """Advantages, returns and the clipped loss of PPO; the value model's loss is ``algorithms.value.value_loss``.
@@ -73,6 +74,6 @@ class PPO(Algorithm):
             advantages=advantages,
             returns=returns,
             normalise=by_token,
-            loss={"loss": "clip", "ratio": "token"},
+            loss={"loss": "clip", "ratio": "token", "dual_clip": settings.dual_clip},
             metrics={"value/explained_variance": explained_variance(rollout.values, returns, run.reduce)},
         )

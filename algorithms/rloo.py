@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from algorithms.base import Algorithm, Run, Section
+from algorithms.base import Algorithm, DualClip, Ratio, Run, Section
 
 if TYPE_CHECKING:
     from algorithms.rollout import Objective, Rollout
@@ -21,13 +21,14 @@ class RLOO(Algorithm):
     least_group = 2
 
     class Settings(Section):
-        """RLOO's policy ratio."""
+        """RLOO's policy ratio and its clipping."""
 
         ratio: Literal["sequence", "token"] = Field(
             "sequence", description="Clip one ratio a response (its product over tokens) or one a token"
         )
+        dual_clip: DualClip = None
 
-    def ratio(self, settings: Settings) -> Literal["token", "sequence"]:
+    def ratio(self, settings: Settings) -> Ratio:
         return settings.ratio
 
     def objective(self, rollout: Rollout, settings: Settings, run: Run) -> Objective:
@@ -50,6 +51,6 @@ class RLOO(Algorithm):
             units=every_response(rollout),
             advantages=torch.repeat_interleave(advantages, rollout.lengths),
             normalise=by_sequence if settings.ratio == "sequence" else by_token,
-            loss={"loss": "clip", "ratio": settings.ratio},
+            loss={"loss": "clip", "ratio": settings.ratio, "dual_clip": settings.dual_clip},
             metrics={"rloo/zero_advantage_fraction": global_mean((advantages == 0).float(), run.reduce)},
         )

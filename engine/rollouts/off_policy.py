@@ -42,9 +42,11 @@ def metrics(
     if not corrects(config):
         return staleness
     log_ratio = old - behaviour
-    if config.algorithm.ratio(config.algorithm_settings) == "sequence":
-        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
-        log_ratio = sequence_sums(log_ratio, lengths.cumsum(0))
+    if (ratio_of := config.algorithm.ratio(config.algorithm_settings)) != "token":
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64)
+        log_ratio = sequence_sums(log_ratio, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+        if ratio_of == "sequence_mean":
+            log_ratio = log_ratio / lengths
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return staleness | {
         "off_policy/ratio_mean": global_mean(ratio, world.sum),

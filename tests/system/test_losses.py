@@ -195,6 +195,65 @@ def test_dr_grpo(check: Callable[..., dict[str, float]]) -> None:
     check("grpo", expected, grpo=settings, kl={"coef": 0.0}, rollout={"max_response_tokens": 11})
 
 
+def scaled_advantages() -> Tensor:
+    """[12] fp64, GRPO's."""
+    groups = torch.tensor(SCORES, dtype=torch.float64).view(3, 4)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def test_gspo(check: Callable[..., dict[str, float]]) -> None:
+    """Zheng et al. 2025, eq. 5 and 7: one clipped ratio a response, the geometric mean over its tokens."""
+
+    def expected(oracle: Oracle) -> Tensor:
+        losses = []
+        for new, old, behaviour, advantage in zip(
+            oracle.new, oracle.old, oracle.behaviour, scaled_advantages(), strict=True
+        ):
+            ratio, weight = (new - old).mean().exp(), (old - behaviour).mean().exp().clamp(max=2.0)
+            losses.append(-weight * torch.minimum(ratio * advantage, ratio.clamp(0.99, 1.01) * advantage))
+        return torch.stack(losses).mean()
+
+    clip = {"clip_low": 0.01, "clip_high": 0.01}
+    metrics = check("grpo", expected, grpo={"ratio": "sequence_mean", "mean": "sequence"}, kl={"coef": 0.0}, train=clip)
+    assert 0 < metrics["policy/clip_fraction"] < 1
+
+
+def test_cispo(check: Callable[..., dict[str, float]]) -> None:
+    """MiniMax 2025, eq. 4 and 5: the clipped ratio is a constant weight of the log-probability's gradient."""
+
+    def expected(oracle: Oracle) -> Tensor:
+        losses = []
+        for new, old, behaviour, advantage in zip(
+            oracle.new, oracle.old, oracle.behaviour, scaled_advantages(), strict=True
+        ):
+            weight = (new - old).exp().clamp(0.8, 1.2).detach() * (old - behaviour).exp().clamp(max=2.0)
+            losses.append(-weight * advantage * new)
+        return torch.cat(losses).mean()
+
+    metrics = check("grpo", expected, grpo={"loss": "cispo"}, kl={"coef": 0.0})
+    assert metrics["policy/clip_fraction"] > 0
+
+
+def test_dual_clip(check: Callable[..., dict[str, float]]) -> None:
+    """Ye et al. 2020, eq. 5: with a negative advantage A a token's loss is at most -A times the bound."""
+
+    def expected(oracle: Oracle) -> Tensor:
+        losses = []
+        for new, old, behaviour, advantage in zip(
+            oracle.new, oracle.old, oracle.behaviour, scaled_advantages(), strict=True
+        ):
+            ratio = (new - old).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if advantage < 0:
+                surrogate = surrogate.clamp(min=1.05 * advantage)
+            losses.append(-(old - behaviour).exp().clamp(max=2.0) * surrogate)
+        return torch.cat(losses).mean()
+
+    metrics = check("grpo", expected, grpo={"dual_clip": 1.05}, kl={"coef": 0.0})
+    plain = check("grpo", lambda oracle: torch.cat(oracle.clipped(scaled_advantages())).mean(), kl={"coef": 0.0})
+    assert metrics["policy/clip_fraction"] > plain["policy/clip_fraction"]
+
+
 def test_ppo(check: Callable[..., dict[str, float]], update: Updates) -> None:
     """KL at every token, the score at the last one, the value after a response that was cut off; then whitened."""
     gamma, lam, expected_value_loss = 0.9, 0.8, []

@@ -82,7 +82,8 @@ def test_grpo_by_hand() -> None:
     assert objective.advantages is not None
     assert objective.advantages.tolist() == pytest.approx(expected)
     assert objective.normalise is by_token
-    assert objective.loss == {"loss": "clip", "ratio": "token", "kl_coef": 0.5, "kl_estimator": "k3"}
+    clipped = {"loss": "clip", "ratio": "token", "dual_clip": None}
+    assert objective.loss == clipped | {"kl_coef": 0.5, "kl_estimator": "k3"}
     assert objective.metrics["grpo/zero_advantage_fraction"] == pytest.approx(2 / 6)
     plain = grpo_objective(rollout(), scale_advantages=False, mean="sequence")
     assert plain.advantages is not None

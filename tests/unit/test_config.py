@@ -198,6 +198,11 @@ UNFIT = {
     "uncorrected": (["--schedule.staleness", "1", "--off_policy.correction", "false"], 1, "off_policy.correction"),
     "no ratio to correct": (["--algo", "online_dpo", "--off_policy.correction", "true"], 1, "online_dpo has none"),
     "one response to compare": (["--algo", "online_dpo", "--rollout.samples_per_prompt", "1"], 1, "at least 2"),
+    "dual clip without a clip": (
+        ["--algo", "grpo", "--grpo.loss", "cispo", "--grpo.dual_clip", "3"],
+        1,
+        "grpo.loss is cispo",
+    ),
     "smoothed labels": (["--algo", "online_dpo", "--dpo.loss", "ipo", "--dpo.label_smoothing", "0.1"], 1, "not ipo"),
     "no room for a pair": (
         ["--algo", "online_dpo", "--train.tokens_per_microbatch", "20"],

@@ -73,7 +73,8 @@ def test_off_policy_metrics_by_hand() -> None:
 
 
 def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
-    """One a response with RLOO's sequence ratio: the product over its tokens; none where the loss has none."""
+    """One a response with RLOO's sequence ratio: the product over its tokens; with GSPO's their geometric mean; none
+    where the loss has none."""
     samples = [Sample(0, 0, [1], response_ids=[2] * n, reward=1.0, policy_version=0) for n in (4, 2, 1)]
     behaviour = -torch.rand(7) - 1
     old = behaviour + torch.tensor([0.3] * 4 + [-0.2] * 2 + [0.5])
@@ -91,6 +92,9 @@ def test_off_policy_metrics_are_of_the_weights_that_the_loss_uses() -> None:
     by_token = config(algo="rloo", rloo={"ratio": "token"}, **stale)
     found = off_policy.metrics(by_token, samples, old, behaviour, 0, ALONE)
     assert found["off_policy/ratio_mean"] == pytest.approx(np.exp([0.3] * 4 + [-0.2] * 2 + [0.5]).mean(), rel=1e-5)
+    by_mean = config(algo="grpo", grpo={"ratio": "sequence_mean"}, **stale)
+    found = off_policy.metrics(by_mean, samples, old, behaviour, 0, ALONE)
+    assert found["off_policy/ratio_mean"] == pytest.approx(np.exp([0.3, -0.2, 0.5]).mean(), rel=1e-5)
     off = config(algo="rloo", model={"dtype": "bfloat16"}, off_policy={"correction": False})
     assert off_policy.metrics(off, samples, old, behaviour, 0, ALONE) == {"off_policy/staleness": 0.0}
 
