@@ -1,7 +1,7 @@
-"""A run's settings: the typed tree, its command line and its YAML files. Imports no torch.
+"""A run's settings, without torch: the typed tree, its command line and its YAML files.
 
-``Config`` and its sections, ``ConfigError`` and the modules ``cli``, ``numerics``, ``user_code`` and ``yaml_file`` are
-for everybody.
+Others import the names below, ``cli``, ``yaml_file``, ``numerics``, ``user_code``, ``user_algorithm``, ``quoted``,
+and of the tree's files ``schema`` and ``learning`` for single sections.
 """
 
 from algorithms.base import Section

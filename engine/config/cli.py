@@ -98,6 +98,7 @@ def _file(command: Command) -> dict[str, Any]:
     if command.config is not None and "resume" in given:
         raise ConfigError("resume: a run goes on with its own configuration; give --resume or --config, not both")
     if "resume" in given:
+        given["resume"] = os.path.expanduser(given["resume"])
         command.config = str(Path(given["resume"]) / "config.yaml")
         if not Path(command.config).is_file():
             raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
@@ -106,6 +107,8 @@ def _file(command: Command) -> dict[str, Any]:
     elif command.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
         command.config = str(quickstart())
     tree = yaml_file.read(command.config) if command.config else {}
+    if "resume" in given and not tree:
+        raise ConfigError(f"resume: {command.config} is empty, and without its settings the run cannot go on")
     if tree.get("resume") is not None:
         raise ConfigError(f"resume: stands in {command.config}; it goes on the command line, --resume {tree['resume']}")
     return _at(tree, Path(given["resume"])) if "resume" in given else tree

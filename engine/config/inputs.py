@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from algorithms.base import Positive, Section
+
+
+def with_home(path: str | None) -> str | None:
+    """A path with the user's home in place of a leading ``~``, which a shell puts there and a YAML file does not."""
+    return path and os.path.expanduser(path)
 
 
 class Model(Section):
@@ -34,6 +40,11 @@ class Model(Section):
         description="Recompute each layer's activations in the backward pass: less memory, about 1/3 more time. "
         "Default: only where the memory plan finds a GPU too small without it",
     )
+
+    @field_validator("path", "value_path", "reference_path")
+    @classmethod
+    def _at_home(cls, path: str | None) -> str | None:
+        return with_home(path)
 
 
 class Lora(Section):
@@ -127,6 +138,11 @@ class Reward(Section):
     scale: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Factor on the score of a response, after reward.clip and before rollout.missing_eos_*"
     )
+
+    @field_validator("function", "model")
+    @classmethod
+    def _at_home(cls, path: str | None) -> str | None:
+        return with_home(path)
 
     @property
     def sources(self) -> list[str]:

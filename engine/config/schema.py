@@ -15,7 +15,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from algorithms.base import Algorithm, Section, ValueModelSettings
 from algorithms.registry import BUILT_IN
-from engine.config.inputs import Data, Lora, Model, Reward
+from engine.config.inputs import Data, Lora, Model, Reward, with_home
 from engine.config.learning import KL, Generation, OffPolicy, Rollout, Train
 from engine.config.running import Eval, Launch, Memory, Save, Schedule
 
@@ -62,6 +62,11 @@ class _Config(Section):
         if isinstance(raw, dict) and isinstance(raw.get("env"), dict):
             raw = {**raw, "env": {str(k): str(v) for k, v in raw["env"].items()}}
         return raw
+
+    @field_validator("output_dir", "resume")
+    @classmethod
+    def _at_home(cls, path: str | None) -> str | None:
+        return with_home(path)
 
     @field_validator("algo")
     @classmethod

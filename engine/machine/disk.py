@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 GIB = 2**30
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where room is what a file lacks."""
+ENDING = 22
+"""Bytes of the record that ends a zip file, which is what PyTorch writes."""
 _UNNAMED = re.compile(r"PytorchStreamWriter|inline_container|file write failed|unexpected pos \d+")
 """PyTorch's writer of zip files does not say what the system said."""
 
@@ -32,13 +36,14 @@ def writing(what: Path, tidy: Callable[[], None] | None = None) -> Iterator[None
     except BaseException as error:
         free = free_bytes(what)
         reason = _reason(error, free)
+        advice = "make room" if reason in [os.strerror(code) for code in FULL] else "see to that"
         if tidy is not None:
             with contextlib.suppress(OSError):
                 tidy()
         if reason is None:
             raise
         raise WriteFailed(
-            f"{what} could not be written: {reason} ({free / GIB:.3g} GiB were free): make room, then go on "
+            f"{what} could not be written: {reason} ({free / GIB:.3g} GiB were free): {advice}, then go on "
             "with --resume"
         ) from error
 
@@ -88,6 +93,24 @@ def clear(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def flush(*places: Path) -> None:
+    """Waits until the disk has these files, and the names in these folders: only then does a power cut leave them."""
+    for place in places:
+        opened = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def holds_zeros(file: Path) -> bool:
+    """True where a file's last bytes are zeros, as a power cut leaves a file that has its size and no content yet."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - ENDING))
+        ending = opened.read(ENDING)
+    return bool(ending) and not any(ending)
 
 
 def free_bytes(path: Path) -> int:

@@ -34,13 +34,15 @@ class Recorder:
         run_dir.mkdir(parents=True, exist_ok=True)
         metrics_path, samples_path = run_dir / records.METRICS, run_dir / records.SAMPLES
         for path in (metrics_path, samples_path, run_dir / records.NOTES):
-            if start_step > 0:
-                records.rewind(path, start_step)
-            else:
-                records.set_aside(path)
+            with disk.writing(path):
+                if start_step > 0:
+                    records.rewind(path, start_step)
+                else:
+                    records.set_aside(path)
         # Both tell how the run ended; it has just begun again.
         for name in (records.SUMMARY, records.CRASH):
-            (run_dir / name).unlink(missing_ok=True)
+            with disk.writing(run_dir / name):
+                (run_dir / name).unlink(missing_ok=True)
         self._progress = Progress(total_steps, header, step=start_step)
         for record in records.read_lines(metrics_path):
             self._progress.remember({k: v for k, v in record.items() if k != "step" and v is not None})

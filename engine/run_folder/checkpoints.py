@@ -112,6 +112,8 @@ def _fault(checkpoint: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes of {size}"
+        if disk.holds_zeros(path):
+            return f"{name} holds zeros in place of its content"
     return ""
 
 
@@ -120,8 +122,9 @@ def save(
 ) -> Path:
     """Writes ``checkpoints/step-NNNNNN`` and removes all but the newest ``keep + 1``. Collective.
 
-    The folder gets its name only when every rank has written its part: a kill at any moment leaves the last one good.
-    Only whole checkpoints count and are removed; what has the new one's name without being one is renamed.
+    The folder gets its name only when every rank has written its part and the disk has it: a kill or a power cut at any
+    moment leaves the last one good. Only whole checkpoints count and are removed; what has the new one's name without
+    being one is renamed.
     ``waiting`` are this rank's batches that are sampled and not yet trained on.
 
     Raises:
@@ -137,6 +140,7 @@ def save(
             elif os.path.lexists(final):
                 os.rename(final, _free_name(final))
             os.rename(partial, final)
+            disk.flush(final.parent)
             whole = [path for path in _named(run_dir) if not _fault(path)]
             for old in whole[: -(keep + 1)]:
                 shutil.rmtree(old)
@@ -163,6 +167,7 @@ def _write(partial: Path, state: OnlineTrainerState, trainer: Trainer, waiting: 
         files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
         text = json.dumps(asdict(state) | {"format": FORMAT, "files": files}, indent=1)
         records.write_atomically(partial / STATE, text)
+        disk.flush(*partial.rglob("*"), partial)
 
 
 def _remove_part(partial: Path, world: World) -> None:

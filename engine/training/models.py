@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
 
 import kernels
 from engine.config import ConfigError
@@ -163,13 +163,24 @@ def _load(
         )
     except Exception as error:  # OSError, ValueError, a KeyError of a configuration, SafetensorError, …
         raise ConfigError(
-            f"'{path}' cannot be loaded as {kind.__name__}: {kind_and_words(error, longest=300)}"
+            f"'{path}' cannot be loaded as {kind.__name__}: {_faulty_file(path)}{kind_and_words(error, longest=300)}"
         ) from error
     missing = sorted(info["missing_keys"])
     lost = [name for name in missing if not allow_missing or not name.startswith(allow_missing)]
     if lost:
         raise ConfigError(f"'{path}' lacks weights of {kind.__name__}: {', '.join(lost[:4])}")
     return model, missing
+
+
+def _faulty_file(path: str) -> str:
+    """The file that loading fails for, where transformers' own words name none."""
+    try:
+        GenerationConfig.from_pretrained(path)
+    except OSError:  # it has none, or one that is no JSON, whose words name it
+        return ""
+    except Exception:
+        return "its generation_config.json: "
+    return ""
 
 
 def _packed(model: PreTrainedModel, path: str) -> PreTrainedModel:

@@ -18,6 +18,20 @@ def random_qwen2(folder: Path, **shape: Any) -> str:
     return _save(folder, Qwen2ForCausalLM, config)
 
 
+def small_qwen2(folder: Path) -> str:
+    """0.14 B parameters: 12 tensors a layer, the tied embedding and the last norm. A vocabulary that is not padded."""
+    return random_qwen2(
+        folder,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=50048,
+        max_position_embeddings=1024,
+    )
+
+
 def random_gpt_neox(folder: Path, **shape: Any) -> str:
     """Likewise of a GPT-NeoX as Pythia has it: untied head, a quarter of each head rotated, parallel residuals."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM

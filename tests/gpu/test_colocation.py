@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.gpu import turns
-from tests.gpu.models import random_qwen2
+from tests.gpu.models import small_qwen2
 from tests.gpu.test_ranks_on_gpu import HELD, used
 from tests.system.helpers import ROOT, run_engine, run_ranks, steps
 from tests.system.test_signals import until
@@ -24,17 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """0.14 B parameters."""
-    return random_qwen2(
-        tmp_path_factory.mktemp("model"),
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=50048,
-        max_position_embeddings=1024,
-    )
+    return small_qwen2(tmp_path_factory.mktemp("model"))
 
 
 def take_turns(ranks: int, *arguments: object) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.models import random_qwen2
+from tests.gpu.models import small_qwen2
 from tests.system import losing
 from tests.system.helpers import ROOT, importing, steps, unranked
 
@@ -25,17 +25,7 @@ SHARED = ("--memory.zero_copy", "auto", "--memory.sleep", "kv")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """0.14 B parameters: 12 tensors a layer, the tied embedding and the last norm. A vocabulary that is not padded."""
-    return random_qwen2(
-        tmp_path_factory.mktemp("model"),
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=50048,
-        max_position_embeddings=1024,
-    )
+    return small_qwen2(tmp_path_factory.mktemp("model"))
 
 
 def run(model: str, folder: Path, victim: str, *more: str) -> tuple[str, Path]:

@@ -166,6 +166,25 @@ def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "not UTF-8" in refused(capsys, "--config", str(tmp_path / "x.yaml"))
 
 
+def test_a_leading_tilde_is_the_user_s_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "output_dir: ~/runs\nmodel: {path: ~/policy}\nreward: {function: '~/mine.py:score', model: ~/judge}"
+    config = in_file(tmp_path, text)
+    assert (config.output_dir, config.model.path) == (f"{tmp_path}/runs", f"{tmp_path}/policy")
+    assert (config.reward.function, config.reward.model) == (f"{tmp_path}/mine.py:score", f"{tmp_path}/judge")
+    assert parsed("--output_dir=~/runs").output_dir == f"{tmp_path}/runs"
+
+
+def test_a_run_s_configuration_that_was_emptied(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    for folder in (str(tmp_path / "run"), "~/run"):
+        assert f"resume: {tmp_path}/run/config.yaml is empty" in refused(capsys, "--resume", folder)
+
+
 @pytest.mark.parametrize(
     "arguments,missing",
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.machine import disk
 from engine.report import Recorder, records
 from engine.report.records import json_line, load_run, read_lines, write_atomically
 
@@ -15,6 +16,15 @@ def record(run_dir: Path, start_step: int = 0, total_steps: int = 10) -> Recorde
     if (run_dir / records.TENSORBOARD).exists():  # TensorBoard sorts its files by the second in which they begin
         time.sleep(1 - time.time() % 1)
     return Recorder(run_dir, header={"algo": "ppo"}, total_steps=total_steps, start_step=start_step, live=False)
+
+
+@pytest.mark.parametrize("name", [records.METRICS, records.NOTES, records.SUMMARY])
+def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(disk.WriteFailed) as failed:
+        record(tmp_path, start_step=2)
+    assert f"{tmp_path / name} could not be written: Is a directory" in str(failed.value)
+    assert "make room" not in str(failed.value) and "\n" not in str(failed.value)
 
 
 def steps(path: Path) -> list[int]:

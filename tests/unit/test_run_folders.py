@@ -114,6 +114,11 @@ def truncated(checkpoint: Path) -> None:
     (checkpoint / "random-0.pt").write_bytes(b"x")
 
 
+def power_cut(checkpoint: Path) -> None:
+    file = checkpoint / "random-0.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+
+
 TORN = {
     "empty state": (empty_file, "its state.json is torn"),
     "half a state": (half_a_file, "its state.json is torn"),
@@ -125,6 +130,7 @@ TORN = {
     "no batches": (lambda one: (one / "in-flight-0.pt").unlink(), "in-flight-0.pt is missing"),
     "no weights": (lambda one: (one / "policy" / "mp_rank_00_model_states.pt").unlink(), "policy/mp_rank_00"),
     "half a file": (truncated, "random-0.pt has 1 bytes of"),
+    "a power cut": (power_cut, "random-0.pt holds zeros in place of its content"),
 }
 
 
@@ -139,6 +145,15 @@ def test_a_torn_checkpoint_is_left_out_and_said(tmp_path: Path, save, tear, faul
     assert save(4) == bad == checkpoints.newest(tmp_path) and not checkpoints.torn(tmp_path)
     kept = tmp_path / "checkpoints" / "not-a-checkpoint-1-step-000004"
     assert sorted(path.name for path in kept.iterdir()) == before, "what is not whole is not deleted"
+
+
+def test_the_disk_has_a_checkpoint_before_it_gets_its_name(tmp_path: Path, save, monkeypatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(disk, "flush", lambda *places: flushed.extend(places))
+    final = save(2)
+    partial = final.with_name("partial-step-000002")
+    expected = {partial / path.relative_to(final) for path in final.rglob("*")} | {partial}
+    assert set(flushed[:-1]) == expected and flushed[-1] == final.parent
 
 
 def test_a_run_with_nothing_but_a_torn_checkpoint_is_refused(

@@ -96,6 +96,13 @@ def test_what_is_no_id_of_the_vocabulary_is_refused(folder: Path, file: str, val
         stop_token_ids(config, load_tokenizer(str(folder)), 16)
 
 
+def test_a_generation_config_that_transformers_refuses_is_named(folder: Path, tmp_path: Path) -> None:
+    users.edit_json(folder / "generation_config.json", cache_implementation="nope")
+    assert "its generation_config.json: ValueError: Invalid `cache_implementation`" in refusal(
+        users.arguments(tmp_path, folder)
+    )
+
+
 def test_an_end_beyond_the_vocabulary_is_one_line(folder: Path, tmp_path: Path) -> None:
     users.edit_json(folder / "generation_config.json", eos_token_id=16)
     assert "16 tokens" in refusal(users.arguments(tmp_path, folder))
