@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from algorithms.normalise import Normalise, by_token
-from kernels.coefficients import KL_ROUNDING
+from kernels.token_losses import KL_ROUNDING
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise sum over the ranks that share a rollout batch; the identity on one rank."""

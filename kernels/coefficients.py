@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.token_losses import KL_ESTIMATORS, LOSSES, Numbers, TokenLoss, row_terms, unchanged
-from kernels.token_losses import KL_ROUNDING as KL_ROUNDING
-from kernels.token_losses import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
 
 RATIOS = ("token", "sequence", "sequence_mean")
 

@@ -12,7 +12,7 @@ from engine.config import Config
 from engine.config.numerics import same_numerics
 from engine.machine.world import World
 from engine.sample import Sample
-from kernels.coefficients import LOG_RATIO_LIMIT
+from kernels.token_losses import LOG_RATIO_LIMIT
 
 
 def corrects(config: Config) -> bool:
