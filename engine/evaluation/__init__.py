@@ -1,0 +1,4 @@
+"""What comes after a run: its checkpoints as Hugging Face folders, responses of its models, and figures about them.
+
+The commands ``engine.export``, ``engine.generate`` and ``engine.evaluate`` are made of this.
+"""
