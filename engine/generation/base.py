@@ -38,6 +38,10 @@ class Sampling:
     """0 is greedy; its log-probabilities are those at temperature 1."""
     stop_token_ids: tuple[int, ...]
     """Generation ends with the first of these; it is kept as the response's last token."""
+    top_p: float = 1.0
+    """Draws from the fewest tokens that have this much probability together; 1 draws from all, as training needs it."""
+    top_k: int = 0
+    """Draws from so many of the most probable tokens, before ``top_p``; 0 draws from all."""
 
 
 @dataclass(frozen=True, slots=True)
