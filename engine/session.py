@@ -320,8 +320,11 @@ class Session:
                     self._export("best")
 
     def save(self) -> None:
-        """Writes a checkpoint, if it is time."""
+        """Writes the policy to ``models/`` and a checkpoint, each if it is time."""
         every, step = self.config.save.every_steps, self.state.step
+        if (often := self.config.save.hf_every_steps) and step % often == 0:
+            with self.phase("save"):
+                self._export(f"{folder.MODELS}/step-{step:06d}")
         if step == self.config.train.steps or (every and step % every == 0):
             with self.phase("save"):
                 if self._turns.plan.offload:

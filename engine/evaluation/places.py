@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,7 @@ from pathlib import Path
 from engine.config import ConfigError
 from engine.report import records
 from engine.run_folder import checkpoints
-
-MODELS = "models"
-"""The folder of a run with the models that it wrote while it trained (``save.hf_every_steps``)."""
+from engine.run_folder.folder import MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,19 @@ def model(word: str) -> Place:
 
 
 def _model(folder: Path, run_dir: Path | None) -> Place:
+    return Place(str(folder), folder.name, run_dir, step=_step(folder, run_dir) if run_dir else None)
+
+
+def _step(folder: Path, run_dir: Path) -> int | None:
+    """The step of a run's model, as its name or the run's summary says it."""
     step = folder.name.removeprefix("step-")
-    return Place(str(folder), folder.name, run_dir, step=int(step) if run_dir and step.isdigit() else None)
+    if step.isdigit():
+        return int(step)
+    summary = run_dir / records.SUMMARY
+    if folder.name != "model" or not summary.is_file():
+        return None
+    found: int | None = json.loads(summary.read_text(encoding="utf-8")).get("steps")
+    return found
 
 
 def run_of(folder: Path) -> Path | None:
@@ -101,8 +111,15 @@ def run_of(folder: Path) -> Path | None:
 
 
 def models_of_run(run_dir: Path) -> list[Place]:
-    """A run's models in order of their steps: ``models/step-N``, then ``best`` and ``model``, as far as they exist."""
-    kept = [_model(path, run_dir) for path in (run_dir / MODELS).glob("step-*") if (path / "config.json").is_file()]
-    kept.sort(key=lambda place: place.step or 0)
-    last = [run_dir / name for name in ("best", "model")]
-    return kept + [_model(path, run_dir) for path in last if (path / "config.json").is_file()]
+    """A run's models, as far as they exist: ``models/step-N`` in order of their steps, ``best``, ``model``.
+
+    Of ``model`` and the ``models/step-N`` of the same step, which are equal, only ``model`` is given.
+    """
+
+    def there(folders: list[Path]) -> list[Place]:
+        return [_model(path, run_dir) for path in folders if (path / "config.json").is_file()]
+
+    last = there([run_dir / "model"])
+    steps = {place.step for place in last}
+    kept = [place for place in there(list((run_dir / MODELS).glob("step-*"))) if place.step not in steps]
+    return [*sorted(kept, key=lambda place: place.step or 0), *there([run_dir / "best"]), *last]

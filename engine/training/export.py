@@ -61,6 +61,7 @@ def replacing(folder: Path, then: str = disk.RESUME) -> Iterator[Path]:
     partial = folder.with_name(f"partial-{folder.name}")
     disk.clear(partial)  # of a process that was killed while exporting
     with disk.writing(folder, lambda: disk.remove(partial), then):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         disk.clear(folder)
         partial.rename(folder)

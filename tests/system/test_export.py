@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine.export
+from engine.evaluation import places
 from tests.system.helpers import run_engine, run_here
 from tests.system.test_runs import short
 
@@ -80,7 +81,8 @@ def test_an_export_joins_the_parts_of_two_ranks(tiny_model: str, tmp_path: Path,
 def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("exported")
-    more = "--algo grpo --train.steps 2 --save.every_steps 1 --eval.every_steps 1 --train.learning_rate 1e-2"
+    more = "--algo grpo --train.steps 2 --save.every_steps 1 --eval.every_steps 1 --train.learning_rate 1e-2 "
+    more += "--save.hf_every_steps 1"
     run_here(short(tiny_model, folder, "run") + more)
     return folder / "run"
 
@@ -100,6 +102,14 @@ def test_a_named_step_with_card_tokenizer_and_other_numbers(run: Path, tmp_path:
     assert card.startswith("---\nlibrary_name: transformers\n") and "# run, step 1\n" in card
     assert "| step | reward |" in card and "| 0 |" in card and "| 1 |" in card and "| 2 |" not in card
     assert "train.learning_rate: 0.01" in card and "rollout.samples_per_prompt" not in card and "- torch " in card
+
+
+def test_models_written_while_training_are_those_of_their_steps(run: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in (run / "models").iterdir()) == ["step-000001", "step-000002"]
+    equal(run / "models" / "step-000002", run / "model")
+    assert export(run / "checkpoints" / "step-000001", "--output", tmp_path / "out") == 0
+    equal(tmp_path / "out", run / "models" / "step-000001")
+    assert [place.name for place in places.models_of_run(run) if place.name != "best"] == ["step-000001", "model"]
 
 
 def test_a_folder_takes_its_name_when_it_is_whole(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
