@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from engine.report.format import percent
-from engine.report.metrics import CURVES, PHASE_TITLE, PHASES, Curve, phases_in
+from engine.report.metrics import CURVES, PHASE_TITLE, PHASES, Curve, phases_in, stderr_of
 from engine.report.records import RunFiles
 from engine.report.svg import smooth
 
@@ -66,7 +66,9 @@ def _draw(axes: Axes, run: RunFiles, curve: Curve) -> None:
             continue
         steps, values = zip(*points, strict=True)
         if metric.startswith("eval/"):
-            axes.plot(steps, values, "o-", color=colour, markersize=4, label=name)
+            known = dict(run.series(stderr_of(metric)))
+            errors = [known.get(step, 0.0) for step in steps]
+            axes.errorbar(steps, values, errors, fmt="o-", color=colour, markersize=4, label=name)
         elif curve.exact:
             axes.plot(steps, values, color=colour, linewidth=2, label=name)
         else:

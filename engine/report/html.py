@@ -1,13 +1,23 @@
 """report.html: one self-contained page about a run, made only from the files in its folder."""
 
+import math
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from engine.report import records
-from engine.report.closing import MEASURES, compared
+from engine.report.closing import MEASURES, compared, precision
 from engine.report.format import duration, number
-from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, PHASES, Curve, other_metrics, phases_in
+from engine.report.metrics import (
+    CURVES,
+    PHASE_NOTE,
+    PHASE_TITLE,
+    PHASES,
+    Curve,
+    other_metrics,
+    phases_in,
+    stderr_of,
+)
 from engine.report.records import RunFiles, load_run
 from engine.report.samples import sample_section
 from engine.report.style import CSS, colours
@@ -132,7 +142,9 @@ def _outcome_card(run: RunFiles) -> str:
         if before is not None and after is not None:
             first, last, change = compared(measure, before, after)
             direction = "up" if after >= before else "down"
-            note = f'<span class="{direction}">{change}</span> on held-out prompts'
+            stderr = _values(run, stderr_of(f"eval/{measure}"))
+            about = f", {precision(measure, stderr[-1])}" if stderr else ""
+            note = f'<span class="{direction}">{change}</span> on held-out prompts{about}'
             return _card(f"{name.capitalize()}, before → after", f"{first} → {last}", note, main=True)
     reward = _values(run, "reward/mean")
     if not reward:
@@ -165,10 +177,7 @@ def _charts(run: RunFiles) -> str:
 
 
 def _chart(run: RunFiles, curve: Curve) -> str:
-    series = [
-        Series(name, run.series(metric), f"c{index}", exact=curve.exact, dots=metric.startswith("eval/"))
-        for index, (name, metric) in enumerate(curve.metrics.items())
-    ]
+    series = [_series(run, curve, index, *item) for index, item in enumerate(curve.metrics.items())]
     series = [s for s in series if s.points]
     if not series:
         return ""
@@ -178,6 +187,18 @@ def _chart(run: RunFiles, curve: Curve) -> str:
     )
     drawing = line_chart(series, curve.show, from_zero=curve.from_zero, low=curve.low)
     return _figure(curve.title, curve.note, legend, drawing)
+
+
+def _series(run: RunFiles, curve: Curve, index: int, name: str, metric: str) -> Series:
+    points, errors = run.series(metric), dict(run.series(stderr_of(metric)))
+    return Series(
+        name,
+        points,
+        f"c{index}",
+        exact=curve.exact,
+        dots=metric.startswith("eval/"),
+        errors=[errors.get(round(step), math.nan) for step, _ in points] if errors else (),
+    )
 
 
 def _phase_chart(run: RunFiles, phases: list[str]) -> str:
