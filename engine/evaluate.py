@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from engine.config import ConfigError, cli
 from engine.evaluation import checks, command, entries, settings
-from engine.machine import devices, disk
+from engine.machine import children, devices, disk
 
 USAGE = "python -m engine.evaluate RUN_OR_MODEL [MODEL ...] [--section.key value ...]"
 ABOUT = (
@@ -47,4 +46,4 @@ def _evaluate(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    children.run(main)

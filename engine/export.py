@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from engine.config import ConfigError, cli
 from engine.evaluation import command, places, settings
+from engine.machine import children
 
 USAGE = "python -m engine.export RUN_OR_CHECKPOINT --output FOLDER [--dtype NUMBERS] [--lora merged|adapter]"
 ABOUT = (
@@ -35,4 +34,4 @@ def _export(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    children.run(main)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from engine.config import ConfigError, cli
 from engine.evaluation import checks, command, places, response_files, settings
-from engine.machine import devices
+from engine.machine import children, devices
 
 USAGE = "python -m engine.generate RUN_OR_MODEL --output FILE.{jsonl,parquet} [--section.key value ...]"
 ABOUT = (
@@ -44,4 +42,4 @@ def _generate(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    children.run(main)
