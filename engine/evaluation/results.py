@@ -98,7 +98,8 @@ def picture(models: Sequence[Judged]) -> str:
     others = [one for one in shown if one.place.step is None]
     names = {one.figures["kl"].value: one.place.name for one in shown}
     drawn = [_series("win rate", curve, "c0", True), _series("win rate", others, "c1", False)]
-    return line_chart(drawn, percent, place=lambda kl: f"{names.get(kl, '')}, KL {number(kl)}")
+    axis = "KL, nats a response"
+    return line_chart(drawn, percent, place=lambda kl: f"{names.get(kl, '')}, KL {number(kl)}", axis=axis)
 
 
 def _series(name: str, models: Sequence[Judged], style: str, joined: bool) -> Series:

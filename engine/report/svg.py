@@ -49,10 +49,12 @@ def line_chart(
     from_zero: bool = False,
     low: float | None = None,
     place: Show = step_name,
+    axis: str = "",
 ) -> str:
     """Lines over the steps: each point as a faint line and its running mean as a strong one.
 
-    ``place`` says what a point's place is called, where the axis is not that of steps.
+    ``place`` says what a point's place is called, and ``axis`` what it is measured in, where the axis is not that of
+    steps.
     """
     floor = -math.inf if low is None else low
     thinned = [replace(s, points=[(x, max(y, floor)) for x, y in thin(s.points)]) for s in series if s.points]
@@ -78,6 +80,9 @@ def line_chart(
         for (x, y), error in zip(s.points, errors, strict=True):
             about = f" ± {show(error)}" if math.isfinite(error) else ""
             marks.setdefault(x, []).append((f"{s.name} {show(y)}{about}", y, y))
+    if axis:
+        right, foot = WIDTH - _RIGHT, HEIGHT - _BOTTOM - 5
+        drawn.append(f'<text class="tick" x="{right}" y="{foot}" text-anchor="end">{escape(axis)}</text>')
     return _svg(frame, show, drawn, _strips(frame, marks, place=place))
 
 
