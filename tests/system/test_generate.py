@@ -202,22 +202,21 @@ def test_an_adapter_alone_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_vllm_truncates_as_transformers_does(model: Path, tmp_path: Path) -> None:
+def test_vllm_truncates_as_transformers_does(tiny_model: str, tmp_path: Path) -> None:
     """In a process of its own: every token is one that the definition keeps, with its renormalised log-probability."""
-    data = users.write_rows(tmp_path / "data.jsonl", users.ROWS[:6])
-    words = [model, "--data.path", data, "--rollout.samples_per_prompt", 4, "--rollout.max_response_tokens", 6,
+    words = [tiny_model, "--data.task", "addition", "--limit", 6,
+             "--rollout.samples_per_prompt", 4, "--rollout.max_response_tokens", 6,
              "--generation.backend", "vllm", "--generation.top_k", 5, "--generation.top_p", 0.6,
              "--generation.temperature", 0.8, "--output", tmp_path / "out.jsonl", "--launch.device", "cpu"]  # fmt: skip
     command = [sys.executable, "-m", "engine.generate", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=unranked(), timeout=250)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=unranked(), timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = response_files.read(tmp_path / "out.jsonl")
     assert len(rows) == 24 and len({tuple(row["response_ids"]) for row in rows}) > 12
-    whole, sampling = AutoModelForCausalLM.from_pretrained(model), Sampling(6, 0.8, (), top_p=0.6, top_k=5)
+    whole, sampling = AutoModelForCausalLM.from_pretrained(tiny_model), Sampling(6, 0.8, (), top_p=0.6, top_k=5)
     for row in rows:
-        logits = whole(torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits[
-            0, len(row["prompt_ids"]) - 1 : -1
-        ]
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        logits = whole(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
         kept = truncated(logits.float() / 0.8, sampling).log_softmax(-1)
         expected = kept.gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row["logprobs"]), expected, rtol=0, atol=2e-3)
