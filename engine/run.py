@@ -8,10 +8,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 from engine.config import Config, ConfigError, cli
 from engine.launch import failures, launcher, signals
@@ -163,24 +161,5 @@ def _check_packages(config: Config) -> None:
     raise ConfigError("the PyPI package 'kernels' collides with Tandem's own 'kernels': run pip uninstall kernels")
 
 
-def _leave(status: int) -> NoReturn:
-    """Ends this process without the interpreter's own clean-up: every file of the run is written and closed by now.
-
-    Threads of libraries (gloo's, a compiler's) may still be on their way out, and one that asks for the interpreter
-    while it is being taken down aborts the process: a finished run would then count as a failed one.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader has gone, or the caller had closed it
-            stream.flush()
-    children.end()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    children.adopt()
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    _leave(status)
+    children.run(main)

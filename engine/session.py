@@ -93,7 +93,7 @@ class Session:
         self._cursor = self.state.cursor
         self._sampled: list[Sample] = []
         self._evaluated = False
-        self._metric: float | None = None  # of the last evaluation
+        self._held_out_metrics: dict[str, float] = {}  # of the last evaluation
         self._clock = self._step_started = time.perf_counter()
 
     @classmethod
@@ -261,23 +261,26 @@ class Session:
             samples = self._turns.held_out()
             self.scorer.score(samples)
         metrics = experience.held_out_metrics(samples, config, self.world)
-        self._evaluated, self._metric = True, metrics.get(config.eval_metric)
-        if self._metric is None:
+        self._evaluated, self._held_out_metrics = True, metrics
+        if (metric := metrics.get(config.eval_metric)) is None:
             self.say(f"No score after step {current.step}: every response to the held-out prompts was dropped")
             return
         if current.step == 0:
-            current.metric_before = self._metric
+            current.metric_before = metric
         if self._recorder:
             self._recorder.evaluation(current.step, metrics)
-        if current.best_metric is None or self._metric > current.best_metric:
-            current.best_metric = self._metric
+        if current.best_metric is None or metric > current.best_metric:
+            current.best_metric = metric
             if config.save.best and current.step:
                 with self.phase("save"):
                     self._export("best")
 
     def save(self) -> None:
-        """Writes a checkpoint, if it is time."""
+        """Writes the policy to ``models/`` and a checkpoint, each if it is time."""
         every, step = self.config.save.every_steps, self.state.step
+        if (often := self.config.save.hf_every_steps) and step % often == 0:
+            with self.phase("save"):
+                self._export(f"{folder.MODELS}/step-{step:06d}")
         if step == self.config.train.steps or (every and step % every == 0):
             with self.phase("save"):
                 if self._turns.plan.offload:
@@ -315,7 +318,7 @@ class Session:
         peak = self.world.max(self._meter.peak_gib)
         if not self._recorder:
             return
-        result = summary(config, self.state, self._metric, peak)
+        result = summary(config, self.state, self._held_out_metrics, peak)
         self._recorder.close(result)
         go_on = [
             f"python -m engine.run --resume {self.run_dir} --train.steps {2 * config.train.steps}   # train longer",

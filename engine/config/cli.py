@@ -16,8 +16,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from engine.config import Config, ConfigError, help_text, user_algorithm, yaml_file
+from engine.config import Config, ConfigError, Section, help_text, user_algorithm, yaml_file
 from engine.config.keys import container, form, is_item, leaves, section_of, unknown
+
+Tree = typing.TypeVar("Tree", bound=Section)
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Command:
     """An option at which reading ended, for want of its value."""
     given: dict[str, str] = field(default_factory=dict)
     """Text by key, as given; of a key given twice the last one holds, as in most commands."""
+    words: list[str] = field(default_factory=list)
+    """What is no option: what a command other than a run works on."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Command]:
@@ -44,21 +48,16 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
         ConfigError: unknown key (with a suggestion), wrong type, unreadable file, an algorithm that cannot be had.
         SystemExit: after ``--help``.
     """
-    command = _read_options(argv)
+    command = read_options(argv)
+    if command.words:
+        raise ConfigError(f"'{command.words[0]}' is not an option; options read --section.key value")
     given, tree = command.given, _file(command)
     user_algorithm.forget()
     kind = user_algorithm.tree_for(given.get("algo", tree.get("algo")))
     if command.help:
         print(help_text.of(kind), end="")
         raise SystemExit(0)
-    known = {key for key, _ in leaves(kind)}
-    for key in [*given, *filter(None, [command.without_value])]:
-        if not (key in known or key == "config" or is_item(kind, key)):
-            raise ConfigError(unknown(kind, key))
-    if name := command.without_value:
-        raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
-    for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
-        yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
+    assign_options(tree, kind, command)
     config = validate(tree)
     try:
         os.environ.update(config.env)
@@ -67,8 +66,31 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
     return config, command
 
 
-def _read_options(argv: list[str]) -> Command:
-    """The options as given."""
+def assign_options(tree: dict[str, Any], kind: type[Section], command: Command) -> None:
+    """Puts the options of a command line into the nested settings ``tree``, over what is there.
+
+    Args:
+        kind: the tree of settings that these are.
+
+    Raises:
+        ConfigError: an unknown key, or an option without its value.
+    """
+    given, known = command.given, {key for key, _ in leaves(kind)}
+    for key in [*given, *filter(None, [command.without_value])]:
+        if not (key in known or key == "config" or is_item(kind, key)):
+            raise ConfigError(unknown(kind, key))
+    if name := command.without_value:
+        raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
+    for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
+        yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
+
+
+def read_options(argv: list[str]) -> Command:
+    """The options as given.
+
+    Raises:
+        ConfigError: a word that begins like an option and is none.
+    """
     command, rest = Command(), iter(argv)
     for word in rest:
         name, equals, text = word.removeprefix("--").partition("=")
@@ -77,6 +99,9 @@ def _read_options(argv: list[str]) -> Command:
             continue
         if word == "--print-config":
             command.print_config = True
+            continue
+        if word and not word.startswith("-"):
+            command.words.append(word)
             continue
         if not word.startswith("--") or not name:
             raise ConfigError(f"'{word}' is not an option; options read --section.key value")
@@ -116,7 +141,11 @@ def _file(command: Command) -> dict[str, Any]:
 
 def validate(tree: Mapping[str, Any]) -> Config:
     """Turns a nested mapping into a ``Config``; raises ``ConfigError`` for the first fault in it."""
-    kind = user_algorithm.tree_for(tree.get("algo"))
+    return checked(user_algorithm.tree_for(tree.get("algo")), tree)
+
+
+def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
+    """Turns a nested mapping into settings of this kind; raises ``ConfigError`` for the first fault in it."""
     sections = {name for name, field in kind.model_fields.items() if section_of(field)}
     try:
         # A section all of whose lines are commented out is null in YAML.
@@ -166,7 +195,7 @@ def quickstart() -> Path:
     return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / "quickstart.yaml"
 
 
-def _value(kind: type[Config], key: str, text: str) -> Any:
+def _value(kind: type[Section], key: str, text: str) -> Any:
     """A command-line string as what pydantic should see: several values apart, ``null`` as none, the rest as text."""
     field = dict(leaves(kind))[key]
     if text.lower() in ("null", "none") and type(None) in typing.get_args(field.annotation):

@@ -11,24 +11,32 @@ from engine.config.keys import section_of, type_name
 USAGE = f"python -m engine.run --algo {{{','.join(BUILT_IN)}}} [--config FILE.yaml] [--section.key value ...]"
 
 
-def of(tree: type[Section]) -> str:
-    """The help on a run's tree, which has a section more for an algorithm of the user's own.
+def of(
+    tree: type[Section],
+    usage: str = USAGE,
+    description: str = "Trains a language model by reinforcement learning from (human) feedback.",
+    group: str = "run",
+) -> str:
+    """The help on a tree of settings, by default a run's, which has a section more for an algorithm of the user's own.
 
     By argparse, which serves for this alone: it takes -1e-3 for an option and says its errors in several lines.
+
+    Args:
+        group: what the settings outside of sections are called.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m engine.run",
-        usage=USAGE,
-        description="Trains a language model by reinforcement learning from (human) feedback.",
+        usage=usage,
+        description=description,
         epilog="A list reads a,b or [a, b], a mapping name=value,name=value or {name: value}; one item of a mapping is "
         "set by --reward.weights.model 0.5. Of a key given twice the last one holds.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
-    top = parser.add_argument_group("run")
+    top = parser.add_argument_group(group)
+    standard = ". Default: configs/quickstart.yaml" if group == "run" else ""
     top.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="configuration file; its keys are those below, nested. Default: configs/quickstart.yaml",
+        help=f"configuration file; its keys are those below, nested{standard}",
     )
     top.add_argument(
         "--print-config",

@@ -90,6 +90,11 @@ class Save(Section):
         50, description="Write a checkpoint every so many steps, and at the end; 0 only at the end"
     )
     keep: Positive = Field(1, description="Checkpoints kept besides the newest")
+    hf_every_steps: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Write the policy as a Hugging Face folder models/step-N every so many steps, for engine.evaluate "
+        "and engine.generate; save.keep removes none of them. 0: never",
+    )
     best: bool = Field(True, description="Keep the policy that did best on the held-out prompts, in the folder best")
     samples_per_step: Annotated[int, Field(ge=0)] = Field(
         8, description="Samples of each step written to samples.jsonl"

@@ -108,32 +108,45 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     Raises:
         ConfigError: unreadable file, missing column, a prompt that cannot be used, or none left; names file and row.
     """
-    vocabulary = vocabulary_size(config, tokenizer)
-    stops = stop_token_ids(config, tokenizer, vocabulary)
-    notes = [ends_note(stops, tokenizer, config)]
-    reader = _Reader(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
+    reader = _Reader.of(config, tokenizer)
     if config.data.task is not None:
-        from engine.tasks import addition
-
-        sources = [
-            [Row(f"data.task {config.data.task}", i, None, row) for i, row in enumerate(addition.problems(split))]
-            for split in ("train", "held_out")
-        ]
-        return (
-            reader.prompts(sources[0], "training"),
-            reader.prompts(sources[1], "held-out", config.eval.prompts),
-            notes,
-        )
+        train_rows, held_out_rows = _task_rows(config.data.task, False), _task_rows(config.data.task, True)
+        train = reader.prompts(train_rows, "training")
+        return train, reader.prompts(held_out_rows, "held-out", config.eval.prompts), reader.notes
     train_origin, held_out_origin = data_checks.origins(config.data)
     train = reader.prompts(train_origin.rows(), "training")
     if held_out_origin is None:
-        return train, [], notes
+        return train, [], reader.notes
     held_out = reader.prompts(held_out_origin.rows(), "held-out", config.eval.prompts)
     asked = {tuple(prompt.ids) for prompt in held_out}
     trained = asked.intersection(tuple(prompt.ids) for prompt in train)
     if shared := sum(tuple(prompt.ids) in trained for prompt in held_out):
-        notes.append(f"{shared} of {len(held_out)} held-out prompts are training prompts too, token for token")
-    return train, held_out, notes
+        reader.notes.append(f"{shared} of {len(held_out)} held-out prompts are training prompts too, token for token")
+    return train, held_out, reader.notes
+
+
+def load_set(
+    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: bool, limit: int | None = None
+) -> tuple[list[Prompt], list[str]]:
+    """The first ``limit`` held-out prompts, or else training prompts, alone, and notes for the person.
+
+    Raises:
+        ConfigError: as ``load_prompts`` does, or there is no such set.
+    """
+    reader, kind = _Reader.of(config, tokenizer), "held-out" if held_out else "training"
+    if config.data.task is not None:
+        return reader.prompts(_task_rows(config.data.task, held_out), kind, limit), reader.notes
+    origin = data_checks.origins(config.data)[held_out]
+    if origin is None:
+        raise ConfigError("there are no held-out prompts: give them by data.eval_path or data.eval_split")
+    return reader.prompts(origin.rows(), kind, limit), reader.notes
+
+
+def _task_rows(task: str, held_out: bool) -> list[Row]:
+    from engine.tasks import addition
+
+    problems = addition.problems("held_out" if held_out else "train")
+    return [Row(f"data.task {task}", i, None, row) for i, row in enumerate(problems)]
 
 
 @dataclass(slots=True)
@@ -143,6 +156,14 @@ class _Reader:
     config: Config
     encoder: PromptEncoder
     notes: list[str]
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> _Reader:
+        """With a first note, on what ends a response."""
+        vocabulary = vocabulary_size(config, tokenizer)
+        stops = stop_token_ids(config, tokenizer, vocabulary)
+        notes = [ends_note(stops, tokenizer, config)]
+        return cls(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
 
     def prompts(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Prompt]:
         """The usable prompts of a source, at most ``limit``; raises ``ConfigError`` if there is none."""

@@ -2,5 +2,6 @@
 hold.
 
 Others import ``base`` and ``sampling`` for what a sampler is and is asked, ``equal_weights`` for the proof,
-``shared_weights`` for weights that trainer and sampler share; ``engine.start`` alone makes one of ``hf`` or ``vllm``.
+``shared_weights`` for weights that trainer and sampler share, ``vllm_patches`` to measure those; one of ``hf`` or
+``vllm`` is made by ``engine.start`` and ``engine.evaluation`` alone.
 """

@@ -97,6 +97,22 @@ class HFGenerator(Generator):
         """``generate`` keeps no cache between calls."""
 
 
+def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[B, V] logits with -inf for the tokens that ``top_k`` and then ``top_p`` leave out.
+
+    Tokens that are as probable as the last of ``top_k`` stay. Nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751.
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, places = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        logits = logits.masked_fill((before >= sampling.top_p).gather(-1, places.argsort(-1)), -torch.inf)
+    return logits
+
+
 class _Choose(LogitsProcessor):
     """Draws each row's token by inverting its distribution at the row's own uniform number.
 
@@ -105,19 +121,23 @@ class _Choose(LogitsProcessor):
     """
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:
-        self._temperature = sampling.temperature
+        self._sampling = sampling
         uniforms = [np.random.default_rng(request.seed).random(sampling.max_tokens) for request in requests]
         self._uniforms = torch.from_numpy(np.stack(uniforms, axis=1)).to(device)  # [max_tokens, B] fp64
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        logprobs = torch.log_softmax(scores.float() / (self._temperature or 1.0), dim=-1)
+        temperature = self._sampling.temperature
+        logits = scores.float() / (temperature or 1.0)
+        if temperature:
+            logits = truncated(logits, self._sampling)
+        logprobs = torch.log_softmax(logits, dim=-1)
         if torch.isnan(logprobs).any():
             raise RuntimeError(
                 "the policy's logits are not numbers: its weights have diverged (a lower learning rate?)"
             )
-        if self._temperature == 0:
+        if temperature == 0:
             token = scores.argmax(-1)
         else:
             cumulative = logprobs.double().exp().cumsum(-1)

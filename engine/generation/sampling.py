@@ -2,7 +2,7 @@
 
 There is nothing else: samplers take no default from a model's ``generation_config.json``, which may truncate the
 distribution or penalise repetition. Of that file only the ids that end a response are read, with the tokenizer's and
-those of ``generation.stop_tokens`` (``engine.data.prompts.stop_token_ids``).
+those of ``generation.stop_tokens`` (``engine.data.end_of_sequence.stop_token_ids``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Sampling:
     """0 is greedy; its log-probabilities are those at temperature 1."""
     stop_token_ids: tuple[int, ...]
     """Generation ends with the first of these; it is kept as the response's last token."""
+    top_p: float = 1.0
+    """Draws from the fewest tokens that have this much probability together; 1 draws from all, as training needs it."""
+    top_k: int = 0
+    """Draws from so many of the most probable tokens, before ``top_p``; 0 draws from all."""
 
     @classmethod
     def to_train(cls, config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:

@@ -135,8 +135,8 @@ class VLLMGenerator(Generator):
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
                 seed=request.seed,
-                top_p=1.0,
-                top_k=0,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
                 min_p=0.0,
                 # Only the ids asked for stop a response; vLLM keeps such a token as the last one.
                 ignore_eos=True,

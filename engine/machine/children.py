@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing.process
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 PATIENCE = 1.0
 """Seconds that a process has to end itself after SIGTERM."""
 KILLED = 3.0
 """Seconds that the kernel has to end one after SIGKILL."""
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a command as this process's only work and ends with its exit status, and what it has started with it.
+
+    The interpreter's own clean-up is left out: every file is written and closed by now, but threads of libraries
+    (gloo's, a compiler's) may still be on their way out, and one that asks for the interpreter while it is being taken
+    down aborts the process: a command that is done would then count as a failed one.
+    """
+    adopt()
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader has gone, or the caller had closed it
+            stream.flush()
+    end()
+    os._exit(status)
 
 
 def adopt() -> None:

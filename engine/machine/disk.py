@@ -16,6 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says where room is what a file lacks."""
 ENDING = 22
 """Bytes of the record that ends a zip file, which is what PyTorch writes."""
+RESUME = "go on with --resume"
 _UNNAMED = re.compile(r"PytorchStreamWriter|inline_container|file write failed|unexpected pos \d+")
 """PyTorch's writer of zip files does not say what the system said."""
 
@@ -25,8 +26,11 @@ class WriteFailed(Exception):
 
 
 @contextlib.contextmanager
-def writing(what: Path, tidy: Callable[[], None] | None = None) -> Iterator[None]:
+def writing(what: Path, tidy: Callable[[], None] | None = None, then: str = RESUME) -> Iterator[None]:
     """Turns the errors of writing into ``WriteFailed``; ``tidy`` takes away what is torn, whatever ended it.
+
+    Args:
+        then: what to do when there is room again, for the message.
 
     Raises:
         WriteFailed: names ``what``, the system's reason and the room that was left before anything was removed.
@@ -43,8 +47,7 @@ def writing(what: Path, tidy: Callable[[], None] | None = None) -> Iterator[None
         if reason is None:
             raise
         raise WriteFailed(
-            f"{what} could not be written: {reason} ({free / GIB:.3g} GiB were free): {advice}, then go on "
-            "with --resume"
+            f"{what} could not be written: {reason} ({free / GIB:.3g} GiB were free): {advice}, then {then}"
         ) from error
 
 

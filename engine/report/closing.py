@@ -41,13 +41,20 @@ def compared(measure: str, before: float, after: float) -> tuple[str, str, str]:
     return number(before), number(after), ("+" if after >= before else "-") + number(abs(after - before))
 
 
+def precision(measure: str, stderr: float) -> str:
+    """The standard error of a held-out number, in the unit of ``compared``'s change."""
+    return f"standard error {100 * stderr:.1f} points" if measure == "accuracy" else f"standard error {number(stderr)}"
+
+
 def _outcome(summary: dict[str, Any]) -> str:
     algo = str(summary.get("algo", "run")).upper() if "algo" in summary else "The run"
     for measure, name in MEASURES.items():
         before, after = summary.get(f"{measure}_before"), summary.get(f"{measure}_after")
         if before is not None and after is not None:
             first, last, change = compared(measure, before, after)
-            return f"{algo}: {name} {first} -> {last} ({change})"
+            stderr = summary.get(f"{measure}_after_stderr")
+            about = "" if stderr is None else f", {precision(measure, stderr)}"
+            return f"{algo}: {name} {first} -> {last} ({change}{about})"
         if after is not None:
             _, last, _ = compared(measure, after, after)
             return f"{algo}: {name} {last} at the end; it was not measured before training"

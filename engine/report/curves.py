@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 from engine.report.format import buckets
-from engine.report.metrics import PHASES, Curve
+from engine.report.metrics import PHASES, Curve, stderr_of
 from engine.report.records import RunFiles
 
-Point = tuple[int, float]
-"""A step and a value."""
+Point = tuple[float, float]
+"""A step, or another place, and a value."""
 Kind = Literal["raw", "line", "dots"]
 
 _MOST_POINTS = 150  # more than one point for two pixels can be neither seen nor pointed at
@@ -25,7 +26,8 @@ _MOST_POINTS = 150  # more than one point for two pixels can be neither seen nor
 class Series:
     """A named line, or the area under it. ``style`` is the class of its colour (``curve_colours``).
 
-    ``exact`` values have no noise to smooth away; ``dots`` marks points that are few (and exact).
+    ``exact`` values have no noise to smooth away; ``dots`` marks points that are few (and exact), which are no curve
+    unless they are ``joined``. ``errors`` belong to the points, one each; NaN where there is none.
     """
 
     name: str
@@ -33,6 +35,13 @@ class Series:
     style: str
     exact: bool = False
     dots: bool = False
+    joined: bool = True
+    errors: Sequence[float] = ()
+
+    @property
+    def errors_drawn(self) -> Sequence[float]:
+        """Of each point, above and below it; NaN for all where points that have one are drawn together."""
+        return self.errors if len(self.errors) == len(self.points) else [math.nan] * len(self.points)
 
     def strokes(self) -> Iterator[tuple[Kind, Sequence[Point]]]:
         """What is drawn, from the lowest layer up.
@@ -41,7 +50,8 @@ class Series:
         ``dots`` on top where they are few.
         """
         if self.exact or self.dots:
-            yield "line", self.points
+            if self.joined:
+                yield "line", self.points
         else:
             yield "raw", self.points
             yield "line", smooth(self.points)
@@ -52,10 +62,23 @@ class Series:
 def curve_series(run: RunFiles, curve: Curve) -> list[Series]:
     """The lines of a curve that have a point; one that has none keeps its colour."""
     lines = [
-        Series(name, run.series(metric), f"c{index}", exact=curve.exact, dots=metric.startswith("eval/"))
+        Series(
+            name,
+            run.series(metric),
+            f"c{index}",
+            exact=curve.exact,
+            dots=metric.startswith("eval/"),
+            errors=_errors(run, metric),
+        )
         for index, (name, metric) in enumerate(curve.metrics.items())
     ]
     return [line for line in lines if line.points]
+
+
+def _errors(run: RunFiles, metric: str) -> list[float]:
+    """The standard error of each point of a metric, NaN where a step has none."""
+    known = dict(run.series(stderr_of(metric)))
+    return [known.get(step, math.nan) for step, _ in run.series(metric)]
 
 
 def phase_series(run: RunFiles, phases: Sequence[str]) -> list[Series]:
@@ -73,7 +96,7 @@ def phase_series(run: RunFiles, phases: Sequence[str]) -> list[Series]:
     ]
 
 
-def columns(series: Sequence[Series]) -> tuple[list[int], list[list[float]]]:
+def columns(series: Sequence[Series]) -> tuple[list[float], list[list[float]]]:
     """The steps of areas that are stacked on each other, and each one's heights; a part that a step lacks is zero."""
     known = [dict(one.points) for one in series]
     steps = sorted({step for points in known for step in points})

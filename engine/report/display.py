@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.report.format import duration, number, percent
+from engine.report.metrics import stderr_of
 from engine.report.output import Output
 from engine.report.progress import Progress, describe
 
@@ -110,8 +111,17 @@ def evaluation_line(progress: Progress) -> str:
     """An evaluation's values after the step they were taken at."""
     assert progress.evaluation is not None
     step, metrics = progress.evaluation
-    values = [f"{name.removeprefix('eval/')} {shown(name, value)}" for name, value in metrics.items()]
+    values = [
+        f"{name.removeprefix('eval/')} {shown(name, value)}{_precision(name, metrics)}"
+        for name, value in metrics.items()
+        if not any(name == stderr_of(other) for other in metrics)
+    ]
     return "  ".join([_counter("eval", step, progress.total_steps), *values])
+
+
+def _precision(name: str, metrics: dict[str, float]) -> str:
+    stderr = metrics.get(stderr_of(name))
+    return "" if stderr is None else f" (+/- {shown(name, stderr)})"
 
 
 def shown(name: str, value: float) -> str:

@@ -78,7 +78,7 @@ def plot(axes: Axes, series: Series) -> None:
         if kind == "raw":
             axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
         elif kind == "dots":
-            axes.plot(steps, values, "o-", color=colour, markersize=4, label=name)
+            axes.errorbar(steps, values, series.errors_drawn, fmt="o-", color=colour, markersize=4, label=name)
         elif not series.dots:  # else their own line joins them
             axes.plot(steps, values, color=colour, linewidth=2, label=name)
 

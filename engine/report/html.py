@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.report import curve_colours, records
-from engine.report.closing import MEASURES, compared
+from engine.report.closing import MEASURES, compared, precision
 from engine.report.curves import curve_series, phase_series
 from engine.report.format import duration, number
-from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, Curve, other_metrics, phases_in
+from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, Curve, other_metrics, phases_in, stderr_of
 from engine.report.records import RunFiles, load_run
 from engine.report.samples import sample_section
 from engine.report.style import CSS
@@ -133,7 +133,9 @@ def _outcome_card(run: RunFiles) -> str:
         if before is not None and after is not None:
             first, last, change = compared(measure, before, after)
             direction = "up" if after >= before else "down"
-            note = f'<span class="{direction}">{change}</span> on held-out prompts'
+            stderr = _values(run, stderr_of(f"eval/{measure}"))
+            about = f", {precision(measure, stderr[-1])}" if stderr else ""
+            note = f'<span class="{direction}">{change}</span> on held-out prompts{about}'
             return _card(f"{name.capitalize()}, before → after", f"{first} → {last}", note, main=True)
     reward = _values(run, "reward/mean")
     if not reward:

@@ -151,7 +151,12 @@ def phases_in(names: list[str]) -> list[str]:
     return [phase for phase in PHASES if phase in timed] + [phase for phase in timed if phase not in PHASES]
 
 
+def stderr_of(name: str) -> str:
+    """The metric with the standard error of another one."""
+    return f"{name}_stderr"
+
+
 def other_metrics(names: list[str]) -> list[str]:
-    """The metrics that no curve shows, in the order given."""
-    shown = {metric for curve in CURVES for metric in curve.metrics.values()}
+    """The metrics that no curve shows, in the order given; a standard error is part of its metric's curve."""
+    shown = {metric for curve in CURVES for metric in curve.metrics.values()} | {stderr_of(name) for name in names}
     return [name for name in names if name not in shown and not name.startswith("time/")]

@@ -162,7 +162,7 @@ def _one_measure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return metrics
     return [
         {
-            "eval/reward" if name == "eval/accuracy" else name: value
+            name.replace("eval/accuracy", "eval/reward"): value
             for name, value in record.items()
             if name != "reward/accuracy"
         }

@@ -1,6 +1,6 @@
 """What responses are worth: a Python function, a reward model, a server, or several of them with weights.
 
-Others import the names below and no module.
+Others import the names below, and ``answers`` to check what other functions of a user return.
 """
 
 from engine.rewards.answers import RewardError

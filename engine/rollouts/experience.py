@@ -126,15 +126,31 @@ def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) ->
     """The mean score of this and all ranks' responses to the held-out prompts, a prompt's side by side.
 
     With several responses a prompt also ``eval/pass@k``: the share of prompts with a right one among the k, or the mean
-    of their best scores. Nothing where every response of every rank was dropped.
+    of their best scores. Beside each its standard error over prompts, ``..._stderr``. Nothing where every response of
+    every rank was dropped.
     """
     scores = torch.tensor([one.reward_parts["score"] for one in samples if one.reward is not None])
     if not world.max(len(scores)):
         return {}
+    k = config.eval.samples_per_prompt
+    prompts = [samples[i : i + k] for i in range(0, len(samples), k)]
+    scored = [[one.reward_parts["score"] for one in prompt if one.reward is not None] for prompt in prompts]
+    scored = [prompt for prompt in scored if prompt]
     found = {config.eval_metric: global_mean(scores, world.sum)}
-    if (k := config.eval.samples_per_prompt) > 1:
-        prompts = [samples[i : i + k] for i in range(0, len(samples), k)]
-        scored = [[one.reward_parts["score"] for one in prompt if one.reward is not None] for prompt in prompts]
-        best = [max(prompt) for prompt in scored if prompt]
-        found[f"eval/{'pass' if config.has_verifier else 'best'}@{k}"] = global_mean(torch.tensor(best), world.sum)
+    found |= _stderr(config.eval_metric, [sum(prompt) / len(prompt) for prompt in scored], world)
+    if k > 1:
+        name, best = f"eval/{'pass' if config.has_verifier else 'best'}@{k}", [max(prompt) for prompt in scored]
+        found[name] = global_mean(torch.tensor(best), world.sum)
+        found |= _stderr(name, best, world)
     return found
+
+
+def _stderr(name: str, values: Sequence[float], world: World) -> dict[str, float]:
+    """``NAME_stderr``: the standard deviation of one value a prompt over the root of their number, over all ranks.
+
+    Nothing for fewer than two prompts.
+    """
+    own = torch.tensor(values, dtype=torch.float64)
+    count, total = world.sum(torch.stack([torch.tensor(float(len(own)), dtype=torch.float64), own.sum()])).tolist()
+    squares = float(world.sum((own - total / max(count, 1.0)).square().sum()))
+    return {f"{name}_stderr": (squares / (count - 1) / count) ** 0.5} if count > 1 else {}

@@ -59,7 +59,7 @@ class OnlineTrainerState:
 
 def newest(run_dir: Path) -> Path | None:
     """The last checkpoint of a run that is whole, or None."""
-    whole = [path for path in _named(run_dir) if not _fault(path)]
+    whole = [path for path in _named(run_dir) if not fault(path)]
     return whole[-1] if whole else None
 
 
@@ -67,9 +67,9 @@ def torn(run_dir: Path) -> list[str]:
     """One line for each checkpoint that would be newer than ``newest`` but is not whole, the last one first."""
     lines: list[str] = []
     for path in reversed(_named(run_dir)):
-        if not (fault := _fault(path)):
+        if not (found := fault(path)):
             break
-        lines.append(f"{path} is left out: {fault}")
+        lines.append(f"{path} is left out: {found}")
     return lines
 
 
@@ -89,7 +89,7 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _fault(checkpoint: Path) -> str:
+def fault(checkpoint: Path) -> str:
     """Why a folder of that name is no whole checkpoint; empty for one that is."""
     try:
         found = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -135,13 +135,13 @@ def save(
     with disk.writing(final, lambda: _remove_part(partial, world)):
         _write(partial, state, trainer, waiting, world)
         if world.main:
-            if _fault(final) == "" and not final.is_symlink():
+            if fault(final) == "" and not final.is_symlink():
                 shutil.rmtree(final)
             elif os.path.lexists(final):
                 os.rename(final, _free_name(final))
             os.rename(partial, final)
             disk.flush(final.parent)
-            whole = [path for path in _named(run_dir) if not _fault(path)]
+            whole = [path for path in _named(run_dir) if not fault(path)]
             for old in whole[: -(keep + 1)]:
                 shutil.rmtree(old)
     world.barrier()

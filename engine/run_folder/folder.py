@@ -22,9 +22,12 @@ from engine.run_folder import checkpoints
 if TYPE_CHECKING:
     from engine.machine.world import World
 
+MODELS = "models"
+"""The folder of the models that a run writes while it trains (``save.hf_every_steps``)."""
 OWN = (
     records.CONFIG, records.METRICS, records.SAMPLES, records.SUMMARY, records.CRASH, records.REPORT,
     records.TENSORBOARD, user_algorithm.COPY, "checkpoints", "model", "best", "partial-model", "partial-best",
+    MODELS,
 )  # fmt: skip
 """What a run makes in its folder; anything else there is somebody's own."""
 
@@ -189,9 +192,10 @@ def discard(run_dir: Path) -> None:
 def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     """One line if the disk of ``run_dir`` has no room for what the run will write there, else None.
 
-    That is ``save.keep`` + 2 checkpoints (one is being written while the others stand) and two exports; what a resumed
-    run's folder holds already counts as room. A checkpoint has a trained model's weights and 12 bytes a parameter of
-    fp32 weights and AdamW's moments (8 for an fp32 model without ZeRO, whose weights are the fp32 ones).
+    That is ``save.keep`` + 2 checkpoints (one is being written while the others stand), two exports and those of
+    ``save.hf_every_steps``; what a resumed run's folder holds already counts as room. A checkpoint has a trained
+    model's weights and 12 bytes a parameter of fp32 weights and AdamW's moments (8 for an fp32 model without ZeRO,
+    whose weights are the fp32 ones).
 
     Args:
         model: the policy's folder or hub name.
@@ -206,14 +210,16 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
     trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)
     checkpoint, export = trained * (item + states), policy.policy * item
-    count = config.save.keep + 2
-    needed = count * checkpoint + 2 * export
+    count, every = config.save.keep + 2, config.save.hf_every_steps
+    exports = 2 + (config.train.steps // every if every else 0)
+    needed = count * checkpoint + exports * export
     free = disk.free_bytes(run_dir) + (disk.used_bytes(run_dir) if config.resume else 0)
     if free >= needed:
         return None
     gib = disk.GIB
     return (
         f"The disk of {run_dir} has {free / gib:.3g} GiB free, and the run may need {needed / gib:.3g} GiB: {count} "
-        f"checkpoints of {checkpoint / gib:.3g} (save.keep + 2) and two exports of {export / gib:.3g}; it goes on, and "
-        "ends if the disk is full: make room, or lower save.keep"
+        f"checkpoints of {checkpoint / gib:.3g} (save.keep + 2) and {exports} exports of {export / gib:.3g}; it goes "
+        "on, and ends if the disk is full: make room, or lower save.keep"
+        f"{' or raise save.hf_every_steps' if every else ''}"
     )

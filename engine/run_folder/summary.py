@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from engine.config import Config
@@ -33,12 +34,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summary(config: Config, state: OnlineTrainerState, after: float | None, peak_gib: float) -> dict[str, Any]:
+def summary(
+    config: Config, state: OnlineTrainerState, held_out: Mapping[str, float], peak_gib: float
+) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
-        after: the held-out metric at the end; ``state.metric_before`` is the same before training. It is an accuracy
-            where a verifier scores, else a mean reward.
+        held_out: the held-out metrics at the end; ``state.metric_before`` is the one that policies are compared by
+            before training. That is an accuracy where a verifier scores, else a mean reward.
     """
     kind = "accuracy" if config.has_verifier else "reward"
     return {
@@ -47,7 +50,8 @@ def summary(config: Config, state: OnlineTrainerState, after: float | None, peak
         "steps": state.step,
         "episodes": state.episode,
         f"{kind}_before": state.metric_before,
-        f"{kind}_after": after,
+        f"{kind}_after": held_out.get(config.eval_metric),
+        f"{kind}_after_stderr": held_out.get(f"{config.eval_metric}_stderr"),
         "seconds": round(state.seconds, 2),
         "tokens_per_second": round(state.tokens / max(state.seconds, 1e-9), 1),
         "peak_memory_gib": round(peak_gib, 3),

@@ -99,12 +99,14 @@ UNMEANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transforme
 
 def _digest(model: PreTrainedModel, world: World) -> str:
     """Rank 0's digest of a model's weights and configuration, on all ranks."""
-    found = None
-    if world.main:
-        settings = {key: value for key, value in model.config.to_dict().items() if key not in UNMEANT}
-        text = json.dumps(settings, sort_keys=True, default=str)
-        found = hashlib.sha256(f"{digest.of_model(model)} {text}".encode()).hexdigest()
-    return str(world.broadcast(found))
+    return str(world.broadcast(base_digest(model) if world.main else None))
+
+
+def base_digest(model: PreTrainedModel) -> str:
+    """A digest of a model's weights and configuration, before adapters change its names."""
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in UNMEANT}
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(f"{digest.of_model(model)} {text}".encode()).hexdigest()
 
 
 def turns(

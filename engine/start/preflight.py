@@ -55,7 +55,7 @@ def read(config: Config) -> Inputs:
     sources.check([*prompts, *held_out])
     inputs = Inputs(tokenizer, prompts, held_out, sources, notes)
     for key, (path, shape) in models.items():
-        _check_positions(config, key, path, shape, inputs.longest_prompt)
+        check_positions(config, key, path, shape, inputs.longest_prompt)
     if config.model.path is not None:
         _note_dtype(config, config.model.path, notes)
     return inputs
@@ -71,13 +71,14 @@ def _model_configs(config: Config) -> dict[str, tuple[str, PreTrainedConfig]]:
     }
     found = {key: (path, model_folder.read_config(key, path)) for key, path in paths.items() if path is not None}
     if "model.path" in found:
-        _check_causal("model.path", *found["model.path"])
+        check_causal("model.path", *found["model.path"])
     if "model.reference_path" in found:
-        _check_causal("model.reference_path", *found["model.reference_path"])
+        check_causal("model.reference_path", *found["model.reference_path"])
     return found
 
 
-def _check_causal(key: str, path: str, shape: PreTrainedConfig) -> None:
+def check_causal(key: str, path: str, shape: PreTrainedConfig) -> None:
+    """Raises ConfigError for a model that is no causal language model; ``key`` is the setting that named it."""
     from transformers import AutoModelForCausalLM
 
     if type(shape) not in AutoModelForCausalLM._model_mapping or getattr(shape, "is_encoder_decoder", False):
@@ -86,7 +87,8 @@ def _check_causal(key: str, path: str, shape: PreTrainedConfig) -> None:
         )
 
 
-def _check_positions(config: Config, key: str, path: str, shape: PreTrainedConfig, longest_prompt: int) -> None:
+def check_positions(config: Config, key: str, path: str, shape: PreTrainedConfig, longest_prompt: int) -> None:
+    """Raises ConfigError for a model that is too short for the longest prompt, in tokens, and a response to it."""
     positions = model_folder.longest_sequence(shape)
     # vLLM needs a place for one more token where it is asked for log-probabilities.
     spare = 1 if config.generation.backend == "vllm" and key == "model.path" else 0

@@ -39,17 +39,33 @@ def export(
     Raises:
         disk.WriteFailed: it cannot be written, and what there was of it is removed.
     """
-    model, partial = engine.module.model, folder.with_name(f"partial-{folder.name}")
+    model = engine.module.model
     state = {name: tensor.clone().cpu() for name, tensor in weights.full_weights(engine) if world.main}
     factors = {name: tensor.clone().cpu() for name, tensor in weights.lora_factors(engine) if world.main}
     if world.main:
-        disk.clear(partial)  # of a run that was killed while exporting
-        with disk.writing(folder, lambda: disk.remove(partial)):
-            _write(model, tokenizer, source, partial, state)
+        with replacing(folder) as partial:
+            write(model, tokenizer, source, partial, state)
             if factors:
                 lora.save(model, factors, partial / "adapter")
-            disk.clear(folder)
-            partial.rename(folder)
+
+
+@contextmanager
+def replacing(folder: Path, then: str = disk.RESUME) -> Iterator[Path]:
+    """A folder to write that takes the place of ``folder``, and of what was there, when it is whole.
+
+    Args:
+        then: what to do when there is room again, for the message.
+
+    Raises:
+        disk.WriteFailed: it cannot be written, and what there was of it is removed.
+    """
+    partial = folder.with_name(f"partial-{folder.name}")
+    disk.clear(partial)  # of a process that was killed while exporting
+    with disk.writing(folder, lambda: disk.remove(partial), then):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        disk.clear(folder)
+        partial.rename(folder)
 
 
 def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
@@ -63,7 +79,7 @@ def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: st
     """
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         try:
-            _write(model, tokenizer, source, Path(folder), {})
+            write(model, tokenizer, source, Path(folder), {})
         except Exception as error:
             raise ConfigError(
                 f"{name} could be trained but not saved, because transformers refuses to write its files: "
@@ -71,9 +87,10 @@ def trial(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: st
             ) from error
 
 
-def _write(
+def write(
     model: Any, tokenizer: PreTrainedTokenizerBase, source: str, folder: Path, state: Mapping[str, Tensor]
 ) -> None:
+    """Writes a model with these weights, its generation settings and its tokenizer."""
     settings = cached_file(source, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
     with _saved_apart(model, bool(settings)):
         model.save_pretrained(folder, state_dict=state)

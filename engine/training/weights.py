@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.training import lora
 
@@ -22,8 +22,13 @@ def full_weights(engine: DeepSpeedEngine, prefix: str = "model.") -> Iterator[tu
     holds a part of each; a bucket is gathered in one collective, yielded and released: tensors are valid until the next
     one is taken, and every rank must consume the iterator to its end.
     """
-    named = _whole(lora.factors_first(engine.module.named_parameters()))
-    for name, tensor in lora.merged(named, engine.module):
+    return module_weights(engine.module, prefix)
+
+
+def module_weights(module: nn.Module, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
+    """The same of a module that need not be in an engine."""
+    named = _whole(lora.factors_first(module.named_parameters()))
+    for name, tensor in lora.merged(named, module):
         yield name.removeprefix(prefix), tensor
 
 
@@ -73,5 +78,10 @@ def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 def lora_factors(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
     """The matrices of LoRA's adapters by their names in ``engine.module.model``, whole; every rank must consume all."""
-    named = engine.module.model.named_parameters()
+    return module_factors(engine.module.model)
+
+
+def module_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same of a model that need not be in an engine."""
+    named = model.named_parameters()
     return _whole((name, parameter) for name, parameter in named if lora.FACTOR.search(name))

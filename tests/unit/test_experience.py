@@ -54,7 +54,13 @@ def test_held_out_metrics_by_prompt() -> None:
     samples += [sample(3, None), sample(3, None)]  # says nothing of the policy
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
     found = experience.held_out_metrics(samples, settings, ALONE)
-    assert found == {"eval/accuracy": pytest.approx(2 / 5), "eval/pass@2": pytest.approx(2 / 3)}
+    assert found == {
+        "eval/accuracy": pytest.approx(2 / 5),
+        "eval/accuracy_stderr": pytest.approx(np.std([0.5, 0, 1], ddof=1) / 3**0.5),
+        "eval/pass@2": pytest.approx(2 / 3),
+        "eval/pass@2_stderr": pytest.approx(np.std([1, 0, 1], ddof=1) / 3**0.5),
+    }
+    assert experience.held_out_metrics(samples[:2], settings, ALONE).keys() == {"eval/accuracy", "eval/pass@2"}
     assert experience.held_out_metrics(samples[-2:], settings, ALONE) == {}, "no score, and not 0"
 
 

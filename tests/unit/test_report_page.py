@@ -284,3 +284,14 @@ def test_closing_lines_tell_the_mean_of_graded_rewards(
 ) -> None:
     summary = {"algo": "ppo", "reward_before": before, "reward_after": after}
     assert f"PPO: mean reward {told}" in closing_lines(summary, tmp_path, [])
+
+
+def test_standard_errors_are_part_of_their_metric(tmp_path: Path) -> None:
+    """Drawn at its points, said beside its last value, and no chart of their own."""
+    rows = [{"step": step, "eval/accuracy": value, "eval/accuracy_stderr": 0.02, "eval/pass@4": 0.9,
+             "eval/pass@4_stderr": 0.01} for step, value in ((0, 0.25), (10, 0.75))]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_report(tmp_path).read_text()
+    assert "+50.0 points</span> on held-out prompts, standard error 2.0 points" in text
+    assert text.count("held-out 75.0% ± 2.0%") == 2 and "value 0.900 ± 0.0100" in text and "stderr" not in text
+    assert len(re.findall(r'<path class="raw c1" d="M[\d.]+ [\d.]+V[\d.]+"/>', text)) == 2

@@ -303,6 +303,9 @@ def test_a_disk_without_room_gets_a_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(disk, "free_bytes", lambda _: needed - 1)
     line = folder.room_note(config, str(model), tmp_path)
     assert line and "\n" not in line and f"{needed / 2**30:.3g} GiB" in line and "3 checkpoints" in line
+    often = config.model_copy(update={"save": config.save.model_copy(update={"hf_every_steps": 30})})  # of 100 steps
+    line = folder.room_note(often, str(model), tmp_path)
+    assert line and "5 exports" in line and f"{(needed + 3 * parameters * 4) / 2**30:.3g} GiB: 3" in line
     ppo = folder.room_note(config.model_copy(update={"algo": "ppo"}), str(model), tmp_path)
     assert ppo and ppo != line, "a value model has checkpoints too"
     (tmp_path / "held").write_bytes(b"x" * 10)

@@ -1,0 +1,58 @@
+"""What no setting of ``generate`` and ``evaluate`` tells alone, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engine.config import Config, ConfigError, user_code
+from engine.data import checks as data_checks
+from engine.evaluation.settings import Evaluate, Generate
+
+
+def check_sampled(given: Generate | Evaluate, config: Config) -> None:
+    """Checks prompts and sampler.
+
+    Raises:
+        ConfigError: with one line for the first thing that is wrong and what to do about it.
+    """
+    data, sampler = given.data, given.generation
+    if data.task is None and data.path is None:
+        raise ConfigError("data.path is missing: give prompts by exactly one of data.task and data.path")
+    data_checks.check(config)
+    if given.prompts == "held_out" and data.task is None and data.eval_path is None and data.eval_split is None:
+        raise ConfigError("prompts held_out: there are none, give them by data.eval_path or data.eval_split")
+    if sampler.backend == "vllm":
+        if 0 < sampler.temperature < 0.01:
+            raise ConfigError(
+                "generation.temperature between 0 and 0.01 is changed by vLLM: take 0, or generation.backend hf"
+            )
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("the package vllm is missing, generation.backend vllm needs it: run make setup")
+    if sampler.temperature == 0 and given.rollout.samples_per_prompt > 1:
+        raise ConfigError(
+            "rollout.samples_per_prompt above 1 needs a generation.temperature above 0: greedy responses are all the "
+            "same"
+        )
+    if "" in sampler.stop_strings:
+        raise ConfigError("generation.stop_strings has an empty text, which would end every response at once")
+
+
+def check_judge(given: Evaluate) -> None:
+    """Checks what judges the responses, and what they are compared with; raises ConfigError likewise."""
+    reward, pairwise, baseline = given.reward, given.judge.pairwise, given.baseline
+    if pairwise is not None and reward.sources:
+        raise ConfigError(
+            f"give one of judge.pairwise and reward.{reward.sources[0]}: two judges would answer two questions"
+        )
+    if pairwise is not None:
+        user_code.check("judge.pairwise", pairwise, "function")
+    elif not reward.sources and given.data.task is None:
+        raise ConfigError(
+            "nothing judges the responses: give reward.function, reward.model, reward.url or judge.pairwise"
+        )
+    if reward.function is not None:
+        user_code.check("reward.function", reward.function, "function")
+    if unused := [name for name in reward.weights if name not in reward.sources]:
+        raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
+    if baseline.column is not None and baseline.model is not None:
+        raise ConfigError("give one of baseline.column and baseline.model")
