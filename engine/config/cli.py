@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from algorithms.registry import BUILT_IN
 from engine.config import Config, ConfigError, help_text, user_algorithm, yaml_file
 from engine.config.keys import container, form, is_item, leaves, section_of, unknown
 
@@ -57,6 +58,9 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
             raise ConfigError(unknown(kind, key))
     if name := command.without_value:
         raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
+    for key, other in (("train.steps", "epochs"), ("train.epochs", "steps")):
+        if key in given and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other, None)  # of the two lengths of a run the one on the command line
     for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
         yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
     config = validate(tree)
@@ -104,7 +108,8 @@ def _file(command: Command) -> dict[str, Any]:
         if moved := {"name", "output_dir"} & given.keys():
             raise ConfigError(f"{moved.pop()}: a resumed run stays in its folder, {given['resume']}")
     elif command.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
-        command.config = str(quickstart())
+        known = BUILT_IN.get(given.get("algo", ""))
+        command.config = str(quickstart(known is not None and known.batches == "rows"))
     tree = yaml_file.read(command.config) if command.config else {}
     if tree.get("resume") is not None:
         raise ConfigError(f"resume: stands in {command.config}; it goes on the command line, --resume {tree['resume']}")
@@ -145,7 +150,10 @@ def _at(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The whole configuration as YAML that ``--config`` takes again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    tree = config.model_dump(mode="json")
+    if config.train.epochs is not None:
+        del tree["train"]["steps"]  # they follow, once the rows are counted
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
@@ -157,10 +165,11 @@ def flat(config: Config) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def quickstart() -> Path:
-    """The configuration used when none is given: the embedded task on the CPU."""
-    checkout = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
-    return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / "quickstart.yaml"
+def quickstart(rows: bool = False) -> Path:
+    """The configuration used when none is given: the embedded task on the CPU, its prompts or its rows."""
+    name = "quickstart-rows.yaml" if rows else "quickstart.yaml"
+    checkout = Path(__file__).resolve().parents[2] / "configs" / name
+    return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / name
 
 
 def _value(kind: type[Config], key: str, text: str) -> Any:

@@ -37,10 +37,10 @@ def summary(config: Config, state: OnlineTrainerState, after: float | None, peak
     """The content of summary.json.
 
     Args:
-        after: the held-out metric at the end; ``state.metric_before`` is the same before training. It is an accuracy
-            where a verifier scores, else a mean reward.
+        after: the held-out metric at the end, of the kind that ``config.measure`` says; ``state.metric_before`` is the
+            same before training.
     """
-    kind = "accuracy" if config.has_verifier else "reward"
+    kind = config.measure
     return {
         "algo": config.algorithm.name,
         "seed": config.seed,
@@ -52,6 +52,6 @@ def summary(config: Config, state: OnlineTrainerState, after: float | None, peak
         "tokens_per_second": round(state.tokens / max(state.seconds, 1e-9), 1),
         "peak_memory_gib": round(peak_gib, 3),
         "world_size": state.world_size,
-        "generation_backend": config.generation.backend,
+        "generation_backend": None if config.trains_on_rows else config.generation.backend,
         "versions": versions(),
     }

@@ -27,6 +27,11 @@ def problems(split: str) -> list[dict[str, Any]]:
     return [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)} for a, b in chosen]
 
 
+def worked(split: str) -> list[dict[str, Any]]:
+    """The same problems as rows to train on: ``prompt`` and ``completion``."""
+    return [{"prompt": row["prompt"], "completion": row["answer"]} for row in problems(split)]
+
+
 def verify(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1.0 for a completion that is the answer and nothing else, 0.0 for any other."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
