@@ -140,7 +140,7 @@ class _Reader:
         """
         data, columns = self.config.data, row.columns
         if columns.get(data.completion_column) is not None:
-            if data.prompt_column not in columns:
+            if columns.get(data.prompt_column) is None:
                 raise PromptError(_lacks(columns, f"'{data.prompt_column}' (data.prompt_column)"))
             return (self._answered(columns[data.prompt_column], columns[data.completion_column]),)
         if columns.get(data.messages_column) is None:

@@ -1,4 +1,4 @@
-"""Who samples and who trains when: in turns, one batch ahead, or on ranks of their own, with proved hand-overs.
+"""Who samples and who trains when: in turns, one batch ahead, on ranks of their own, with proved hand-overs, or nobody.
 
 ``base.Schedule`` is what the session sees; ``engine.start.build`` makes the one that the settings ask for.
 """
