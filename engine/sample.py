@@ -43,6 +43,9 @@ class Sample:
     """[len(response_ids)] bool, the response tokens that the loss is of, such as an assistant's turns in a conversation
     that goes on; None: all of them."""
 
+    ref_logprobs: np.ndarray | None = None
+    """[loss_tokens] fp32, nats, of the frozen reference, where they are computed once for a row; else None."""
+
     @property
     def loss_tokens(self) -> int:
         """Response tokens that the loss is of; flat vectors of token quantities hold these alone."""

@@ -83,9 +83,15 @@ class Data(Section):
         "messages",
         description="The same: column with a whole conversation, in rows without data.completion_column",
     )
+    chosen_column: str = Field(
+        "chosen",
+        description="With an algorithm that trains on pairs: column with the better answer, a string or chat messages; "
+        "without data.prompt_column in the row, the prompt is what both answers begin with",
+    )
+    rejected_column: str = Field("rejected", description="The same: column with the worse answer")
     loss_on: Literal["completion", "assistant"] = Field(
         "completion",
-        description="The same: the loss is of what follows the prompt, of a conversation the last message; or of the "
+        description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation the last message; or of the "
         "assistant's messages all through it",
     )
     max_row_tokens: Positive = Field(

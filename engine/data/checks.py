@@ -72,6 +72,8 @@ def _check_task(data: Data) -> None:
         "prompt_column",
         "completion_column",
         "messages_column",
+        "chosen_column",
+        "rejected_column",
         "templated",
     ):
         if getattr(data, key) != getattr(defaults, key):

@@ -26,6 +26,13 @@ class Stream(Generic[Item]):
         """Passes over the data when so many items have been taken."""
         return cursor / len(self._items)
 
+    def ahead(self, count: int) -> list[Item]:
+        """Those among the next ``count`` items, each once."""
+        if count >= len(self._items):
+            return list(self._items)
+        items = (self.at(position) for position in range(self.cursor, self.cursor + count))
+        return list({id(item): item for item in items}.values())
+
     def take(self, count: int) -> list[Item]:
         """The next ``count`` items; every one of an epoch comes once before any comes again."""
         batch = [self.at(position) for position in range(self.cursor, self.cursor + count)]

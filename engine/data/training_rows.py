@@ -51,9 +51,8 @@ def _sources(config: Config) -> tuple[Iterable[Row], Iterable[Row] | None]:
     from engine.tasks import addition
 
     place = f"data.task {config.data.task}"
-    found = [
-        [Row(place, i, None, row) for i, row in enumerate(addition.worked(split))] for split in ("train", "held_out")
-    ]
+    rows = addition.preferences if config.algorithm.rows == "pair" else addition.worked
+    found = [[Row(place, i, None, row) for i, row in enumerate(rows(split))] for split in ("train", "held_out")]
     return found[0], found[1]
 
 
@@ -111,7 +110,7 @@ class _Reader:
                 raise ConfigError(f"{row.place}: {error}") from error
             if max(one.length for one in unit) > data.max_row_tokens:
                 unit = tuple(map(self._cut, unit)) if data.too_long == "cut" else ()
-                if not unit or min(one.loss_tokens for one in unit) == 0:
+                if not unit or min(one.loss_tokens for one in unit) == 0 or _without_difference(unit):
                     count.dropped += 1
                     continue
                 count.cut += 1
@@ -133,12 +132,14 @@ class _Reader:
         return dataclasses.replace(one, response_ids=one.response_ids[:room], loss_mask=mask, finish_reason=reason)
 
     def _unit(self, row: Row) -> Unit:
-        """A row's sequence.
+        """A row's sequence, or the chosen and the rejected one.
 
         Raises:
-            PromptError: no column to read, an empty completion, or what cannot be encoded.
+            PromptError: no column to read, an empty completion, no difference, or what cannot be encoded.
         """
         data, columns = self.config.data, row.columns
+        if self.config.algorithm.rows == "pair":
+            return self._pair(columns)
         if columns.get(data.completion_column) is not None:
             if columns.get(data.prompt_column) is None:
                 raise PromptError(_lacks(columns, f"'{data.prompt_column}' (data.prompt_column)"))
@@ -150,6 +151,21 @@ class _Reader:
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or len(messages) < 2:
             raise PromptError(f"a conversation must be a list of at least two messages, not {messages!r:.80}")
         return (self._conversation(messages[:-1], messages[-1:]),)
+
+    def _pair(self, columns: dict[str, Any]) -> Unit:
+        data = self.config.data
+        for setting in ("chosen_column", "rejected_column"):
+            if columns.get(name := getattr(data, setting)) is None:
+                raise PromptError(_lacks(columns, f"'{name}' (data.{setting})"))
+        prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
+        if answers[0] == answers[1]:
+            raise PromptError("chosen and rejected are the same: there is nothing to prefer")
+        if prompt is None:
+            prompt, answers = _common_prompt(*answers)
+        chosen, rejected = (self._answered(prompt, answer) for answer in answers)
+        if _without_difference((chosen, rejected)):
+            raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
+        return dataclasses.replace(chosen, reward=1.0), rejected
 
     def _answered(self, prompt: Any, completion: Any) -> Sample:
         """A prompt and its completion, each a string or messages."""
@@ -235,6 +251,24 @@ class _Reader:
             reward=0.0,
             prompt_text=text,
         )
+
+
+def _without_difference(unit: Unit) -> bool:
+    return len(unit) == 2 and unit[0].response_ids == unit[1].response_ids
+
+
+def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, tuple[Any, Any]]:
+    """What two answers that hold their prompt begin with, and what each goes on with; of strings a space at the border
+    belongs to the answers."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
+        raise PromptError("chosen and rejected must both be strings, or both chat messages")
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and chosen[:length].endswith(" "):
+        length -= 1
+    if not length:
+        raise PromptError("there is no prompt: chosen and rejected begin with nothing in common")
+    return chosen[:length], (chosen[length:], rejected[length:])
 
 
 def _lacks(columns: dict[str, Any], what: str) -> str:

@@ -76,12 +76,12 @@ CURVES = (
     Curve(
         "Rewards of pairs",
         "DPO's implicit rewards, beta times the log-ratio to the reference, of chosen and rejected responses.",
-        {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward"},
+        {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward", "held-out margin": "eval/margin"},
     ),
     Curve(
         "Pairs told apart",
         "Share of pairs whose chosen response the policy prefers; share of groups without a pair, all scores the same.",
-        {"told apart": "policy/pair_accuracy", "tied": "online_dpo/tied_fraction"},
+        {"told apart": "policy/pair_accuracy", "held-out": "eval/pair_accuracy", "tied": "online_dpo/tied_fraction"},
         percent,
         from_zero=True,
     ),

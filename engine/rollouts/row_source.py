@@ -30,7 +30,7 @@ class RowSource:
         rank: int,
         size: int,
     ) -> None:
-        self._config, self._tokenizer, self._held_out = config, tokenizer, held_out
+        self._config, self._tokenizer, self.held_out_rows = config, tokenizer, held_out
         self._rank, self._size = rank, size
         self._stream = Stream(rows, config.seed, config.data.shuffle)
 
@@ -47,14 +47,19 @@ class RowSource:
         samples = self._samples(units[self._rank * share : (self._rank + 1) * share], self._rank * share)
         return Batch(step, samples, cursor, self._stream.cursor, time.perf_counter() - started)
 
+    def ahead(self, cursor: int, steps: int) -> list[Unit]:
+        """The rows of so many batches after ``cursor``, of all ranks, each once."""
+        self._stream.cursor = cursor
+        return self._stream.ahead(steps * self._config.train.rows_per_step)
+
     def columns(self, position: int) -> dict[str, Any]:
         """Nothing: sequences to train on are whole without the row they came from."""
         return {}
 
     def held_out(self) -> list[Sample]:
         """This rank's share of the held-out rows."""
-        start, end = (len(self._held_out) * rank // self._size for rank in (self._rank, self._rank + 1))
-        return self._samples(self._held_out[start:end], start)
+        start, end = (len(self.held_out_rows) * rank // self._size for rank in (self._rank, self._rank + 1))
+        return self._samples(self.held_out_rows[start:end], start)
 
     def _samples(self, units: Sequence[Unit], first: int) -> list[Sample]:
         """Their sequences, a group a row, with their places in the whole batch and their text to look at."""

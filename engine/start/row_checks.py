@@ -11,8 +11,8 @@ SAMPLED_KEYS = (
 )  # fmt: skip
 """What only a run that samples can honour, sections and single keys."""
 ROW_KEYS = (
-    "train.epochs", "train.rows_per_step", "data.completion_column", "data.messages_column", "data.loss_on",
-    "data.max_row_tokens", "data.too_long",
+    "train.epochs", "train.rows_per_step", "data.completion_column", "data.messages_column", "data.chosen_column",
+    "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long",
 )  # fmt: skip
 """What only a run that trains on rows can honour."""
 
@@ -24,6 +24,8 @@ def check(config: Config) -> None:
         ConfigError: names the setting.
     """
     name, defaults = config.algorithm.name, dict(cli.flat(Config()))
+    if config.trains_on_rows and config.algorithm.rows == "pair" and config.data.loss_on == "assistant":
+        raise ConfigError(f"data.loss_on assistant: {name} compares two completions of one prompt: leave it out")
     for key, value in cli.flat(config):
         if value == defaults.get(key, value):
             continue

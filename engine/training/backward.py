@@ -66,6 +66,7 @@ def measure_pairs(outputs: Sequence[Tensor], batch: Microbatch, averages: Averag
     counts, pairs = batch.counts, len(margins) * batch.counts
     averages.add(f"{prefix}chosen_reward", chosen.sum() * counts, pairs)
     averages.add(f"{prefix}rejected_reward", rejected.sum() * counts, pairs)
+    averages.add(f"{prefix}margin", margins.sum() * counts, pairs)
     averages.add(f"{prefix}pair_accuracy", (margins > 0).sum() * counts, pairs)
 
 
