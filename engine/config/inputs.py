@@ -91,8 +91,8 @@ class Data(Section):
     rejected_column: str = Field("rejected", description="The same: column with the worse answer")
     loss_on: Literal["completion", "assistant"] = Field(
         "completion",
-        description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation the last message; or of the "
-        "assistant's messages all through it",
+        description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation "
+        "the last message; or of the assistant's messages all through it",
     )
     max_row_tokens: Positive = Field(
         1024, description="The same: longest sequence that a row becomes, prompt and completion, in tokens"

@@ -160,7 +160,7 @@ class _Reader:
         prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
         if answers[0] == answers[1]:
             raise PromptError("chosen and rejected are the same: there is nothing to prefer")
-        if prompt is None:
+        if prompt is None or all(_is_conversation(answer) for answer in answers):
             prompt, answers = _common_prompt(*answers)
         chosen, rejected = (self._answered(prompt, answer) for answer in answers)
         if _without_difference((chosen, rejected)):
@@ -251,6 +251,12 @@ class _Reader:
             reward=0.0,
             prompt_text=text,
         )
+
+
+def _is_conversation(answer: Any) -> bool:
+    """True for messages that begin with another's than the assistant's: their prompt is among them."""
+    first = answer[0] if isinstance(answer, list) and answer else None
+    return isinstance(first, dict) and first.get("role") != "assistant"
 
 
 def _without_difference(unit: Unit) -> bool:

@@ -13,6 +13,7 @@ RANKS = {
     "quickstart.yaml": (1, "cpu"),
     "quickstart-rows.yaml": (1, "cpu"),
     "sft-qwen2.5.yaml": (1, "cuda"),
+    "dpo-qwen2.5.yaml": (1, "cuda"),
     "tldr-pythia410m.yaml": (2, "cuda"),
     "gsm8k.yaml": (1, "cuda"),
 }

@@ -154,6 +154,53 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_their_loss_is_a
         load(tmp_path, [row], tokenizer, loss_on="assistant")
 
 
+PAIRS = {
+    "prompt": {"prompt": "a b", "chosen": "c d", "rejected": "e"},
+    "no prompt": {"chosen": "a b c d", "rejected": "a b e"},
+    "messages": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [MORE[1]]},
+    "messages, no prompt": {"chosen": [USER, ASSISTANT], "rejected": [USER, MORE[1]]},
+    "messages, the prompt in them": {"prompt": "a b", "chosen": [USER, ASSISTANT], "rejected": [USER, MORE[1]]},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(tmp_path: Path, name: str) -> None:
+    """Strings or messages, the prompt explicit or what both begin with; the chosen one is the first."""
+    units, notes = load(tmp_path, [PAIRS[name]], words(), "dpo")
+    ((chosen, rejected),) = units
+    assert chosen.prompt_ids == rejected.prompt_ids and (chosen.reward, rejected.reward) == (1.0, 0.0)
+    if "messages" in name:
+        given, better, worse = "<s> <turn> <unk> a b </s> <turn> a", "c </s>", "e f </s>"
+    else:
+        given, better, worse = "<s> a b", "c d </s>", "e </s>"
+    assert said(words(), chosen) == (given, better) and said(words(), rejected) == (given, worse)
+    assert notes == [f"1 training rows of {chosen.length + rejected.length} tokens, 5 of them in the loss"]
+
+
+REFUSED_PAIRS = {
+    "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same: there is nothing"),
+    "same tokens": ({"prompt": "a", "chosen": "b", "rejected": " b"}, "chosen and rejected are the same tokens"),
+    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "the completion is empty"),
+    "one begins the other": ({"chosen": "a b", "rejected": "a b c"}, "the completion is empty"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "begin with nothing in common"),
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "no column 'rejected' (data.rejected_column)"),
+    "two kinds": ({"chosen": "a", "rejected": [ASSISTANT]}, "must both be strings, or both chat messages"),
+}
+
+
+@pytest.mark.parametrize("row,needle", REFUSED_PAIRS.values(), ids=REFUSED_PAIRS.keys())
+def test_pairs_that_cannot_be_used_are_named_with_their_row(tmp_path: Path, row: dict[str, Any], needle: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, [{"prompt": None} | row], words(), "dpo")
+    assert "rows.jsonl line 1 (row 0 counted from 0)" in str(refused.value) and needle in str(refused.value)
+
+
+def test_pairs_cut_to_the_same_are_dropped(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b c d", "rejected": "b c e"}, {"prompt": "a", "chosen": "b c", "rejected": "c"}]
+    units, notes = load(tmp_path, rows, words(), "dpo", max_row_tokens=4, too_long="cut")
+    assert len(units) == 1 and "1 were longer" in notes[-1] and "1 more were dropped" in notes[-1]
+
+
 def test_ranks_share_a_batch_of_rows() -> None:
     config = Config.model_validate({"algo": "sft", "train": {"rows_per_step": 4}, "data": {"task": "addition"}})
     units, held_out, _ = load_rows(config, addition.tokenizer())
@@ -181,6 +228,10 @@ SETTINGS = {
     ),
     "budget": ([*ROWS, "--train.tokens_per_microbatch", "9"], "must hold the longest sequence: data.max_row_tokens"),
     "two lengths": ([*ROWS, "--train.epochs", "2", "--train.steps", "9"], "give train.steps or train.epochs"),
+    "turns of pairs": (
+        ["--algo", "dpo", "--data.task", "addition", "--data.loss_on", "assistant"],
+        "data.loss_on assistant: dpo compares two completions of one prompt",
+    ),
     "no model": (["--algo", "sft", "--data.path", "rows.jsonl"], "model.path is missing"),
 }
 
