@@ -112,9 +112,16 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
     started = time.perf_counter()
     settings = _supervised(config)
     tokenizer = addition.tokenizer()
-    random_weights = random_checkpoint(config, world)
-    trainer = Trainer(settings, world, policy=models.load_policy(random_weights), reference=None, value=None)
-    generator = HFGenerator(random_weights, dtype=torch.float32, device=world.device, max_batch=512)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)) if world.main else None
+        scratch = world.broadcast(own)
+        if world.main:
+            _write_random(config, Path(scratch))
+        world.barrier()
+        trainer = Trainer(settings, world, policy=models.load_policy(scratch), reference=None, value=None)
+        generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=512)
+        world.barrier()
     rows, _, _ = load_rows(settings, tokenizer)
     turns = Rows(
         trainer,
