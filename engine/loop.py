@@ -44,13 +44,13 @@ def train(config: Config, inputs: Inputs, config_file: str | None, world: World)
             run.rest()
             with run.phase("reward"):
                 samples = run.score(samples)
-            behaviour = experience.behaviour_logprobs(samples)
+            behaviour = None if config.trains_on_rows else experience.behaviour_logprobs(samples)
             old = behaviour if old_source(config) == "sampler" else None
             with run.phase("old"):
                 if old_source(config) == "pass":
                     old = run.trainer.logprobs(run.trainer.policy, samples)
             with run.phase("ref"):
-                ref = run.trainer.reference_logprobs(samples)
+                ref = run.reference_logprobs(samples)
             with run.phase("value"):
                 values, end_values = run.trainer.values(samples) if run.trainer.value else (None, None)
 

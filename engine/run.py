@@ -24,8 +24,10 @@ NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
     "lora.alpha", "lora.target_modules", "data.task", "data.path", "data.name", "data.split", "data.shuffle",
-    "data.prompt_column", "data.chat_template", "data.templated", "rollout.max_prompt_tokens", "train.zero_stage",
-    "train.epochs_per_batch", "train.minibatches_per_batch", "schedule.placement", "schedule.staleness",
+    "data.prompt_column", "data.completion_column", "data.messages_column", "data.chosen_column",
+    "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long", "data.chat_template",
+    "data.templated", "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch",
+    "train.minibatches_per_batch", "schedule.placement", "schedule.staleness",
     "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
@@ -75,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         from engine import loop
         from engine.start import preflight  # import torch
 
-        loop.run(config, preflight.read(config), options.config)
+        inputs = preflight.read(config)
+        loop.run(preflight.with_steps(config, inputs), inputs, options.config)
     except ConfigError as error:
         return failures.refuse(error)
     except KeyboardInterrupt as error:
@@ -135,6 +138,8 @@ def _check_resumed_run(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"resume: {checkpoint} was written by {saved.world_size} rank(s), not {world_size}: set launch.ranks"
         )
+    if config.train.epochs is not None:  # the steps follow when the rows are counted
+        return
     finished = saved.step == config.train.steps and (run_dir / "summary.json").exists()
     if finished or saved.step > config.train.steps:
         raise ConfigError(

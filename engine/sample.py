@@ -1,4 +1,4 @@
-"""The one record that travels from the sampler to the loss."""
+"""The one record that travels from the sampler, or from a data set's rows, to the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class Sample:
-    """One prompt with one sampled response (an *episode*).
+    """One prompt with one response (an *episode*), sampled or given.
 
     Token ids travel unchanged from the sampler to the loss: nothing is decoded and encoded again, and lengths are
     carried instead of being read off a token's value, so padding may equal the end-of-sequence token.
@@ -39,8 +39,31 @@ class Sample:
     prompt_text: str = ""
     response_text: str = ""
     """Text is for display and for reward functions; the engine never tokenizes it again."""
+    loss_mask: np.ndarray | None = None
+    """[len(response_ids)] bool, the response tokens that the loss is of, such as an assistant's turns in a conversation
+    that goes on; None: all of them."""
+
+    ref_logprobs: np.ndarray | None = None
+    """[loss_tokens] fp32, nats, of the frozen reference, where they are computed once for a row; else None."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Response tokens that the loss is of; flat vectors of token quantities hold these alone."""
+        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's record of samples has of it."""
+        return {
+            "prompt": self.prompt_text,
+            "response": self.response_text,
+            "reward": self.reward,
+            "finish_reason": self.finish_reason,
+            "policy_version": self.policy_version,
+            **self.reward_parts,
+        }

@@ -23,7 +23,6 @@ from engine.report.closing import closing_lines
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
 from engine.rollouts import experience, off_policy
-from engine.rollouts.source import Source
 from engine.run_folder import checkpoints, folder, in_flight
 from engine.run_folder.summary import summary
 from engine.sample import Sample
@@ -31,7 +30,7 @@ from engine.schedules import split
 from engine.start import build
 from engine.start.loaded import Loaded
 from engine.start.preflight import Inputs
-from engine.training import export, learning_rate
+from engine.training import export, held_out, learning_rate
 from engine.training.trainer import Trainer
 
 
@@ -60,10 +59,8 @@ class Session:
             for rank in range(config.generating_ranks):
                 world.link.send(f"start-{rank}", split.Start(str(run_dir), loaded.path))
         self.scorer, self._path, self._tokenizer = loaded.scorer, loaded.path, inputs.tokenizer
-        self._held_out = inputs.held_out
-        self._source = Source(
-            config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size
-        )
+        self._held_out = inputs.has_held_out
+        self._source = build.source(config, inputs, world)
         self._turns = build.turns(
             config, loaded.path, loaded.models, inputs, world, loaded.plans, self._source, self.say
         )
@@ -154,13 +151,16 @@ class Session:
         return batch.samples
 
     def score(self, samples: list[Sample]) -> list[Sample]:
-        """Gives the samples their rewards; those that can be trained on.
+        """Gives the samples their rewards; those that can be trained on. Rows are given, and have theirs.
 
         Raises:
             RewardError: a source failed, or too many rollout batches in a row have nothing to train on.
         """
+        self._sampled, self._given = samples, {}
+        if self.scorer is None:
+            return samples
         self.scorer.score(samples)
-        self._sampled, self._given = samples, rewards.means(samples, self.config, self.world.sum)
+        self._given = rewards.means(samples, self.config, self.world.sum)
         kept = experience.usable(samples, self.config)
         if self.world.max(len(kept)):
             self.state.skipped = 0
@@ -175,13 +175,9 @@ class Session:
         Raises:
             RewardError: there have been more of them in a row than ``rollout.max_skipped_batches``.
         """
-        config, allowed = self.config, self.config.rollout.max_skipped_batches
+        allowed = self.config.rollout.max_skipped_batches
         self.state.skipped += 1
-        rewarded = sum(one.reward is not None for one in self._sampled)
-        scored, drawn = self.world.sum(torch.tensor([rewarded, len(self._sampled)])).tolist()
-        what = f"{scored} of {drawn} responses got a reward"
-        if scored:
-            what += f", and no prompt has the {config.algorithm.least_group} that {config.algorithm.name} compares"
+        what = experience.why_unusable(self._sampled, self.config, self.world)
         if self.state.skipped > allowed:
             raise RewardError(
                 f"step {self.state.step + 1}: nothing to train on, for {self.state.skipped} rollout batches in a row "
@@ -192,6 +188,10 @@ class Session:
             f"Step {self.state.step + 1} trains on nothing: {what} "
             f"({self.state.skipped} in a row, of {allowed} by rollout.max_skipped_batches)"
         )
+
+    def reference_logprobs(self, samples: list[Sample]) -> torch.Tensor | None:
+        """[T] log-probabilities of the samples by the frozen reference, in nats; None if the run has none."""
+        return self._turns.reference_logprobs(samples)
 
     def rest(self) -> None:
         """Gives the sampler's turn to the trainer."""
@@ -218,12 +218,14 @@ class Session:
         config, world, current = self.config, self.world, self.state
         seconds = time.perf_counter() - self._step_started
         tokens = int(world.sum(torch.tensor(sum(sample.length for sample in samples))))
-        metrics = experience.metrics(samples, batch, world, config.has_verifier) | self._given | metrics
-        trained = world.sum(torch.tensor([len(samples), len(self._sampled)], dtype=torch.float64))
-        metrics["reward/dropped_fraction"] = float(1 - trained[0] / trained[1])
-        behaviour = experience.behaviour_logprobs(samples)
-        assert batch.old_logprobs is not None
-        metrics |= off_policy.metrics(config, samples, batch.old_logprobs, behaviour, current.version - 1, world)
+        if config.trains_on_rows:
+            metrics = experience.row_metrics(samples, metrics, world)
+        else:
+            metrics = experience.metrics(samples, batch, world, config.has_verifier) | self._given | metrics
+            metrics["reward/dropped_fraction"] = self._dropped_fraction(samples)
+            behaviour = experience.behaviour_logprobs(samples)
+            assert batch.old_logprobs is not None
+            metrics |= off_policy.metrics(config, samples, batch.old_logprobs, behaviour, current.version - 1, world)
         if config.kl.coef and config.algorithm.kl:
             metrics["kl/coef"] = current.kl_coef
         if config.kl.target is not None and "kl/ref_mean" in metrics:
@@ -249,18 +251,21 @@ class Session:
         if self._recorder:
             self._recorder.step(current.step, metrics)
             shown = (samples or self._sampled)[: config.save.samples_per_step]
-            self._recorder.samples(current.step, [_row(one) for one in shown])
+            self._recorder.samples(current.step, [one.record for one in shown])
+
+    def _dropped_fraction(self, samples: list[Sample]) -> float:
+        """The share of the batch that is not trained on."""
+        trained = self.world.sum(torch.tensor([len(samples), len(self._sampled)], dtype=torch.float64))
+        return float(1 - trained[0] / trained[1])
 
     def evaluate(self) -> None:
-        """Responses to the held-out prompts by the newest weights, if it is time; the best policy so far is kept."""
+        """Held-out responses, or the loss on held-out rows, if it is time; the best policy so far is kept."""
         config, current, every = self.config, self.state, self.config.eval.every_steps
         due = current.step in (0, config.train.steps) or (every and current.step % every == 0)
         if not self._held_out or not due:
             return
         with self.phase("eval"):
-            samples = self._turns.held_out()
-            self.scorer.score(samples)
-        metrics = experience.held_out_metrics(samples, config, self.world)
+            metrics = self._measured(self._turns.held_out())
         self._evaluated, self._held_out_metrics = True, metrics
         if (metric := metrics.get(config.eval_metric)) is None:
             self.say(f"No score after step {current.step}: every response to the held-out prompts was dropped")
@@ -269,11 +274,20 @@ class Session:
             current.metric_before = metric
         if self._recorder:
             self._recorder.evaluation(current.step, metrics)
-        if current.best_metric is None or metric > current.best_metric:
+        if config.is_better(metric, current.best_metric):
             current.best_metric = metric
             if config.save.best and current.step:
                 with self.phase("save"):
                     self._export("best")
+
+    def _measured(self, samples: list[Sample]) -> dict[str, float]:
+        """The metrics of an evaluation, from this rank's share of the held-out samples."""
+        if self.scorer is not None:
+            self.scorer.score(samples)
+            return experience.held_out_metrics(samples, self.config, self.world)
+        rollout = experience.rollout(samples, None, self.reference_logprobs(samples), None, None)
+        objective = experience.objective(self.config, rollout, 0.0, self.world, self.state.step)
+        return held_out.measure(self.trainer, samples, rollout.ref_logprobs, objective)
 
     def save(self) -> None:
         """Writes the policy to ``models/`` and a checkpoint, each if it is time."""
@@ -282,15 +296,20 @@ class Session:
             with self.phase("save"):
                 self._export(f"{folder.MODELS}/step-{step:06d}")
         if step == self.config.train.steps or (every and step % every == 0):
-            with self.phase("save"):
-                if self._turns.plan.offload:
-                    self._turns.rest()
-                    self._turns.take_back()
-                waiting = self._turns.in_flight()
-                checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
-                if self._turns.plan.offload:
+            self._checkpoint()
+            if self._turns.plan.offload:
+                with self.phase("save"):
                     self._turns.make_room()
                     self._turns.hand_over(self.state.version)
+
+    def _checkpoint(self, wait: bool = True) -> None:
+        """Writes one; the optimizer states are then where training has them. ``wait`` as for ``Schedule.in_flight``."""
+        with self.phase("save"):
+            if self._turns.plan.offload:
+                self._turns.rest()
+                self._turns.take_back()
+            waiting, keep = self._turns.in_flight(wait), self.config.save.keep
+            checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, keep)
 
     def stop_if_asked(self) -> None:
         """Ends the run with a checkpoint if a signal came on any rank that something there has swallowed."""
@@ -298,13 +317,8 @@ class Session:
         if not number:
             return
         if self.state.step:
-            with self.phase("save"):
-                if self._turns.plan.offload:
-                    self._turns.rest()
-                    self._turns.take_back()
-                # Ranks that only generate may have ended by the same signal: their batch is not waited for.
-                waiting = self._turns.in_flight(wait=False)
-                checkpoints.save(self.run_dir, self.state, self.trainer, waiting, self.world, self.config.save.keep)
+            # Ranks that only generate may have ended by the same signal: their batch is not waited for.
+            self._checkpoint(wait=False)
         raise signals.stopped(number)
 
     def finish(self) -> None:
@@ -337,14 +351,3 @@ class Session:
         final = self.run_dir / name
         export.export(self.trainer.policy, self._tokenizer, self._path, final, self.world)
         return final
-
-
-def _row(sample: Sample) -> dict[str, object]:
-    return {
-        "prompt": sample.prompt_text,
-        "response": sample.response_text,
-        "reward": sample.reward,
-        "finish_reason": sample.finish_reason,
-        "policy_version": sample.policy_version,
-        **sample.reward_parts,
-    }

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from algorithms.registry import BUILT_IN
 from engine.config import Config, ConfigError, Section, help_text, user_algorithm, yaml_file
 from engine.config.keys import container, form, is_item, leaves, section_of, unknown
 
@@ -57,6 +58,9 @@ def parse(argv: list[str]) -> tuple[Config, Command]:
     if command.help:
         print(help_text.of(kind), end="")
         raise SystemExit(0)
+    for key, other in (("train.steps", "epochs"), ("train.epochs", "steps")):
+        if key in given and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other, None)  # of the two lengths of a run the one on the command line
     assign_options(tree, kind, command)
     config = validate(tree)
     try:
@@ -130,7 +134,8 @@ def _file(command: Command) -> dict[str, Any]:
         if moved := {"name", "output_dir"} & given.keys():
             raise ConfigError(f"{moved.pop()}: a resumed run stays in its folder, {given['resume']}")
     elif command.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
-        command.config = str(quickstart())
+        known = BUILT_IN.get(given.get("algo", ""))
+        command.config = str(quickstart(known is not None and known.batches == "rows"))
     tree = yaml_file.read(command.config) if command.config else {}
     if "resume" in given and not tree:
         raise ConfigError(f"resume: {command.config} is empty, and without its settings the run cannot go on")
@@ -177,7 +182,10 @@ def _at(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The whole configuration as YAML that ``--config`` takes again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    tree = config.model_dump(mode="json")
+    if config.train.epochs is not None:
+        del tree["train"]["steps"]  # they follow, once the rows are counted
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
@@ -189,10 +197,11 @@ def flat(config: Config) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def quickstart() -> Path:
-    """The configuration used when none is given: the embedded task on the CPU."""
-    checkout = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
-    return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / "quickstart.yaml"
+def quickstart(rows: bool = False) -> Path:
+    """The configuration used when none is given: the embedded task on the CPU, its prompts or its rows."""
+    name = "quickstart-rows.yaml" if rows else "quickstart.yaml"
+    checkout = Path(__file__).resolve().parents[2] / "configs" / name
+    return checkout if checkout.is_file() else Path(sys.prefix) / "share" / "tandem" / name
 
 
 def _value(kind: type[Section], key: str, text: str) -> Any:

@@ -61,15 +61,15 @@ class Lora(Section):
 
 
 class Data(Section):
-    """Where prompts come from."""
+    """Where prompts come from, and what the rows are that an algorithm learns from without sampling."""
 
     task: Literal["addition"] | None = Field(
         None, description="Embedded task with its own prompts, verifier, tokenizer and held-out problems"
     )
     path: str | None = Field(
         None,
-        description="Prompts: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the package "
-        "datasets) or a folder laid out as one. Instead of data.task",
+        description="Prompts or rows: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the "
+        "package datasets) or a folder laid out as one. Instead of data.task",
     )
     name: str | None = Field(
         None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"
@@ -85,6 +85,32 @@ class Data(Section):
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
     )
+    completion_column: str = Field(
+        "completion",
+        description="With an algorithm that trains on rows: column with the answer to the prompt, a string or chat "
+        "messages",
+    )
+    messages_column: str = Field(
+        "messages",
+        description="The same: column with a whole conversation, in rows without data.completion_column",
+    )
+    chosen_column: str = Field(
+        "chosen",
+        description="With an algorithm that trains on pairs: column with the better answer, a string or chat messages; "
+        "without data.prompt_column in the row, the prompt is what both answers begin with",
+    )
+    rejected_column: str = Field("rejected", description="The same: column with the worse answer")
+    loss_on: Literal["completion", "assistant"] = Field(
+        "completion",
+        description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation "
+        "the last message; or of the assistant's messages all through it",
+    )
+    max_row_tokens: Positive = Field(
+        1024, description="The same: longest sequence that a row becomes, prompt and completion, in tokens"
+    )
+    too_long: Literal["drop", "cut"] = Field(
+        "drop", description="The same: rows beyond data.max_row_tokens are dropped, or lose their end; both are counted"
+    )
     eval_overlap: bool = Field(
         False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
     )
@@ -96,7 +122,7 @@ class Data(Section):
         description="String prompts are in the model's template already: control tokens written in them count as such. "
         "Default: they are text",
     )
-    shuffle: bool = Field(True, description="New order of the prompts every epoch, drawn from the seed")
+    shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
 
 
 class Reward(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from algorithms.base import KLEstimator, NonNegative, Positive, Section
 
@@ -65,7 +65,15 @@ class Generation(Section):
 class Train(Section):
     """The update: minibatches are optimizer steps, microbatches are forward passes."""
 
-    steps: Positive = Field(100, description="Rollout batches to train on")
+    steps: Positive = Field(100, description="Batches to train on")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="With an algorithm that trains on rows: passes over the data set, in place of train.steps, which "
+        "follows: whole batches, the last one filled up from the next pass",
+    )
+    rows_per_step: Positive = Field(
+        64, description="With an algorithm that trains on rows: rows in a batch, over all ranks"
+    )
     learning_rate: NonNegative = Field(1e-6, description="Peak learning rate of the policy (AdamW)")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate after warm-up, over all optimizer steps of the run; decays to 0"
@@ -94,6 +102,12 @@ class Train(Section):
     kernel_backend: Literal["triton", "cpu", "reference"] | None = Field(
         None, description="Backend of the loss kernels. Default: the fastest one there is for the device"
     )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("give train.steps or train.epochs, from which the steps follow, not both")
+        return self
 
 
 class KL(Section):

@@ -21,8 +21,11 @@ def old_source(config: Config) -> OldSource:
 
     With one optimizer step, the same numerics and fresh samples the sampler's values are the trainer's. Where neither
     a policy ratio nor a reward is made of it, *old* is for metrics only, and the sampler's do as well. Elsewhere the
-    update's own passes will do if there is one optimizer step and no reward is made of *old* before.
+    update's own passes will do if there is one optimizer step and no reward is made of *old* before. Rows of a data set
+    have no sampler, and nothing is made of *old*.
     """
+    if config.trains_on_rows:
+        return "update"
     in_rewards = config.algorithm.kl == "reward" and config.has_reference
     single_step = config.train.epochs_per_batch * config.train.minibatches_per_batch == 1
     fresh = same_numerics(config) and config.schedule.staleness == 0

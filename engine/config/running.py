@@ -76,7 +76,7 @@ class Eval(Section):
     every_steps: Annotated[int, Field(ge=0)] = Field(
         10, description="Evaluate every so many steps, and before and after training; 0 only before and after"
     )
-    prompts: Positive = Field(512, description="Held-out prompts used, the first ones of the set")
+    prompts: Positive = Field(512, description="Held-out prompts or rows used, the first ones of the set")
     samples_per_prompt: Positive = Field(
         1, description="Responses to each prompt; from two on, whether any is right is measured as well (pass@k)"
     )
@@ -95,7 +95,9 @@ class Save(Section):
         description="Write the policy as a Hugging Face folder models/step-N every so many steps, for engine.evaluate "
         "and engine.generate; save.keep removes none of them. 0: never",
     )
-    best: bool = Field(True, description="Keep the policy that did best on the held-out prompts, in the folder best")
+    best: bool = Field(
+        True, description="Keep the policy that did best on the held-out prompts or rows, in the folder best"
+    )
     samples_per_step: Annotated[int, Field(ge=0)] = Field(
-        8, description="Samples of each step written to samples.jsonl"
+        8, description="Samples (or rows) of each step written to samples.jsonl"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, create_model, field_validator, model_validator
 
@@ -114,14 +114,30 @@ class _Config(Section):
         return self.has_reference and not (self.lora.rank and self.model.reference_path is None)
 
     @property
+    def trains_on_rows(self) -> bool:
+        """True where batches are rows of a data set: nothing is sampled or scored."""
+        return self.algorithm.batches == "rows"
+
+    @property
+    def measure(self) -> Literal["accuracy", "reward", "loss"]:
+        """What the run is judged by on held-out prompts or rows, and the best policy chosen."""
+        if self.trains_on_rows:
+            return "loss"
+        return "accuracy" if self.has_verifier else "reward"
+
+    @property
     def eval_metric(self) -> str:
-        """What the best policy is chosen by."""
-        return "eval/accuracy" if self.has_verifier else "eval/reward"
+        """``measure`` as the metric of an evaluation."""
+        return f"eval/{self.measure}"
+
+    def is_better(self, measured: float, best: float | None) -> bool:
+        """True where an evaluation's ``eval_metric`` is better than the best one before, if there is any."""
+        return best is None or (measured < best if self.measure == "loss" else measured > best)
 
     @property
     def has_verifier(self) -> bool:
         """True where scores are 0 or 1, right or wrong: the embedded task's own."""
-        return not self.reward.sources
+        return not self.reward.sources and not self.trains_on_rows
 
     @property
     def scoring_seconds(self) -> float:
@@ -135,8 +151,22 @@ class _Config(Section):
 
     @property
     def episodes_per_step(self) -> int:
-        """Responses in a rollout batch, over all ranks."""
+        """Sequences in a batch, over all ranks: responses, or those that rows hold."""
+        if self.trains_on_rows:
+            return self.train.rows_per_step * self.sequences_side_by_side
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def sequences_side_by_side(self) -> int:
+        """Sequences that a forward pass may not separate: 2 where the loss is of pairs."""
+        return 2 if self.algorithm.rows == "pair" else 1
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and response together, at most."""
+        if self.trains_on_rows:
+            return self.data.max_row_tokens
+        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def optimizer_steps(self) -> int:
@@ -151,6 +181,13 @@ class _Config(Section):
     def arithmetic(self, world_size: int) -> str:
         """The batch vocabulary of this run, as a person would check it."""
         r, t = self.rollout, self.train
+        if self.trains_on_rows:
+            ranks = f"on {world_size} rank{'s' if world_size > 1 else ''}: {t.rows_per_step // world_size} each"
+            return (
+                f"step     {t.rows_per_step} rows ({ranks}), one optimizer step; microbatches of up to "
+                f"{t.tokens_per_microbatch} tokens a rank\n"
+                f"run      {t.steps} steps = {t.steps * t.rows_per_step} rows"
+            )
         ranks = f"on {world_size} rank{'s' if world_size > 1 else ''}: {self.episodes_per_step // world_size} each"
         minibatch = self.episodes_per_step // t.minibatches_per_batch
         updates = t.epochs_per_batch * t.minibatches_per_batch

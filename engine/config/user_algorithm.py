@@ -82,6 +82,10 @@ def _fault(kind: type[Algorithm]) -> str | None:
             return f"its {attribute} is {value!r}, and must be one of {', '.join(map(repr, allowed))}"
     if type(kind.least_group) is not int or kind.least_group < 1:
         return f"its least_group is {kind.least_group!r}, and must be a count of responses"
+    if kind.batches == "rows" and (kind.value_model or kind.kl or kind.policy_ratio):
+        return (
+            "its batches are rows of a data set, which go with no value_model, kl or policy_ratio: nothing is sampled"
+        )
     return _fault_of_settings(kind)
 
 

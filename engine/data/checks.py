@@ -64,7 +64,18 @@ def _check_task(data: Data) -> None:
     if data.chat_template:
         raise ConfigError("data.chat_template: the prompts of an embedded task (data.task) are no chat messages")
     defaults = Data()
-    for key in ("split", "eval_path", "eval_split", "eval_overlap", "prompt_column", "templated"):
+    for key in (
+        "split",
+        "eval_path",
+        "eval_split",
+        "eval_overlap",
+        "prompt_column",
+        "completion_column",
+        "messages_column",
+        "chosen_column",
+        "rejected_column",
+        "templated",
+    ):
         if getattr(data, key) != getattr(defaults, key):
             raise ConfigError(
                 f"data.{key} is about data.path; an embedded task (data.task) has prompts of its own: leave it out"

@@ -89,6 +89,22 @@ class PromptEncoder:
             raise PromptError(f"{wanted}, not null")
         raise PromptError(f"{wanted}, not {type(prompt).__name__}: {prompt!r:.80}")
 
+    def conversation(self, messages: list[dict[str, Any]]) -> Encoded:
+        """Token ids of messages whose last one is finished, what ends its turn included; raises ``PromptError``."""
+        return self._messages(messages, finished=True)
+
+    def followed(self, prompt: str, text: str) -> tuple[Encoded, list[int]]:
+        """A string prompt as ``encode`` gives it, and the ids of a text that follows it.
+
+        They are those of the two as one text, unless that has a token with the end of the one and the beginning of the
+        other in it: a response is sampled to the prompt's own tokens, so the text is then encoded by itself.
+        """
+        given, whole = self._string(prompt), self._string(prompt + text)
+        ids = whole.ids[: len(whole.ids) - len(self._back)]
+        if ids[: len(given.ids)] == given.ids:
+            return given, ids[len(given.ids) :]
+        return given, self._inner(self._string(text).ids)
+
     def _string(self, text: str) -> Encoded:
         check_text(text, "the prompt")
         ids = list(self._tokenizer(text)["input_ids"])
@@ -108,7 +124,7 @@ class PromptEncoder:
             ids = ids[front:]
         return self._encoded(ids, plain=True)
 
-    def _messages(self, messages: list[dict[str, Any]]) -> Encoded:
+    def _messages(self, messages: list[dict[str, Any]], finished: bool = False) -> Encoded:
         if self._tokenizer.chat_template is None:
             raise PromptError("chat messages need a tokenizer with a chat template; this one has none")
         messages = [checked_message(message, f"message {place}") for place, message in enumerate(messages)]
@@ -117,19 +133,20 @@ class PromptEncoder:
         if self._normalises and self._found_otherwise(texts):
             raise PromptError(self._no_text(" ".join(texts)))
         if not names:
-            ids = list(self._tokenizer(render(messages, self._tokenizer), add_special_tokens=False)["input_ids"])
-            return self._encoded(ids)
-        ids = self._with_names_as_text(messages, names, texts)
+            text = render(messages, self._tokenizer, finished)
+            return self._encoded(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+        ids = self._with_names_as_text(messages, names, texts, finished)
         return self._encoded(ids, held_control=True)
 
-    def _with_names_as_text(self, messages: list[dict[str, Any]], names: list[str], texts: list[str]) -> list[int]:
+    def _with_names_as_text(
+        self, messages: list[dict[str, Any]], names: list[str], texts: list[str], finished: bool
+    ) -> list[int]:
         """Fills the template with stand-ins for ``names``, so that what is a control token's name then is its own."""
         taken = set("".join(texts))
         free = (char for char in map(chr, range(FIRST_STAND_IN, 0x110000)) if char not in taken)
         stand_in = dict(zip(names, free, strict=False))
-        filled = render(
-            replaced(messages, lambda text: self._pattern.sub(lambda m: stand_in[m[0]], text)), self._tokenizer
-        )
+        blinded = replaced(messages, lambda text: self._pattern.sub(lambda m: stand_in[m[0]], text))
+        filled = render(blinded, self._tokenizer, finished)
         expected = list(self._tokenizer(filled, add_special_tokens=False)["input_ids"])
         private = self._pattern.sub(lambda match: self._private[match[0]], filled)
         if list(self._blind.encode(private, add_special_tokens=False).ids) != expected:

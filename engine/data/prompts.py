@@ -1,9 +1,8 @@
-"""Prompts: loading, and shuffled epochs with a cursor that a checkpoint can hold."""
+"""Prompts: loading."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,45 +29,6 @@ class Prompt:
     """What the model sees in words: the ids decoded, special tokens included, without a beginning of sequence."""
     columns: dict[str, Any]
     """The row, its prompt among it as it stands there."""
-
-
-class PromptStream:
-    """Endless shuffled epochs over a list of prompts (the ``repeat_generator`` of async_rlhf, with a cursor).
-
-    The order of an epoch depends on the seed and the epoch's number alone, so ``cursor`` (prompts taken so far) is all
-    the state there is: setting it continues where another process stopped.
-    """
-
-    def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool = True) -> None:
-        if not prompts:
-            raise ConfigError("no prompt is left to train on: data is empty, or rollout.max_prompt_tokens is too small")
-        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self._order: tuple[int, list[int]] = (-1, [])
-        self.cursor = 0
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.cursor / len(self._prompts)
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; every prompt of an epoch comes once before any comes again."""
-        batch = [self.at(position) for position in range(self.cursor, self.cursor + count)]
-        self.cursor += count
-        return batch
-
-    def at(self, position: int) -> Prompt:
-        """The prompt that so many come before."""
-        epoch, index = divmod(position, len(self._prompts))
-        return self._prompts[self._epoch_order(epoch)[index]]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            order = list(range(len(self._prompts)))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1]
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBase:

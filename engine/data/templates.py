@@ -54,28 +54,31 @@ def _joined(parts: list[Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, finished: bool = False) -> str:
     """Messages by the tokenizer's chat template, up to where the response begins.
 
     That is a new turn of the assistant, or where the last message is the assistant's the end of what it says. A message
     of tool calls alone has null content, as templates know it, unless its template would write that null as a word.
 
+    Args:
+        finished: write all the messages as they are instead, with what ends the last one's turn.
+
     Raises:
         PromptError: the template cannot be filled, with its own words.
     """
     last = messages[-1]
-    if last["role"] == "assistant" and last.get("tool_calls"):
+    if last["role"] == "assistant" and last.get("tool_calls") and not finished:
         raise PromptError("the last message is a tool call of the assistant, and there is nothing in it to go on with")
     mute = [message for message in messages if message["content"] is None]
     if not mute:
-        return _filled(messages, tokenizer)
+        return _filled(messages, tokenizer, finished)
     empty = [message | {"content": message["content"] or ""} for message in messages]
     try:
-        null = _filled(messages, tokenizer)
+        null = _filled(messages, tokenizer, finished)
     except PromptError:
-        return _filled(empty, tokenizer)
+        return _filled(empty, tokenizer, finished)
     try:
-        text = _filled(empty, tokenizer)
+        text = _filled(empty, tokenizer, finished)
     except PromptError:
         return null
     return text if null.count("None") > text.count("None") else null
@@ -113,14 +116,14 @@ def _prefill(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase)
     return "" if rest.isspace() else rest
 
 
-def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
-    goes_on = messages[-1]["role"] == "assistant"
+def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, finished: bool) -> str:
+    goes_on = messages[-1]["role"] == "assistant" and not finished
     try:
         return str(
             tokenizer.apply_chat_template(
                 copy.deepcopy(messages),
                 tokenize=False,
-                add_generation_prompt=not goes_on,
+                add_generation_prompt=not goes_on and not finished,
                 continue_final_message=goes_on,
             )
         )

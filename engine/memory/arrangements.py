@@ -95,7 +95,8 @@ class Budget:
             raise ConfigError(
                 f"generation.tensor_parallel ({parallel}) must divide the model's {policy.heads} attention heads"
             )
-        vllm, samples = generation.backend == "vllm", side == "generate" or config.generating_ranks == 0
+        vllm = generation.backend == "vllm"
+        samples = side == "generate" or (config.generating_ranks == 0 and not config.trains_on_rows)
         adapters = policy.adapters(config.lora.rank)  # beside all layers, should some have none
         models = _trained(config, policy) if side == "train" else {}
         engines = {
@@ -118,7 +119,7 @@ class Budget:
         always["CUDA and libraries"] = training_bytes.PROCESS_BYTES
         if world_size > 1:
             always["NCCL"] = training_bytes.NCCL_BYTES
-        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        longest = config.longest_sequence
         sequences = min(generation.max_batch, config.episodes_per_step * parallel // ranks)
         if vllm and samples:
             always["vLLM buffers, CUDA graphs"] = sampler_bytes.always(policy)
@@ -274,7 +275,7 @@ class Budget:
 
 def takes_turns(config: Config) -> bool:
     """True where sampler and trainer use the same GPUs one after the other, so that one can make room for the other."""
-    return config.generating_ranks == 0 and config.schedule.staleness == 0
+    return config.generating_ranks == 0 and config.schedule.staleness == 0 and not config.trains_on_rows
 
 
 def _policy_shape(config: Config) -> ModelShape:

@@ -202,9 +202,9 @@ def training(
 
     In each minibatch every microbatch passes through the policy, then through the value model; then both step.
     """
-    train, rollout = config.train, config.rollout
+    train = config.train
     episodes = config.episodes_per_step // ranks // train.minibatches_per_batch
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest = config.longest_sequence
     tokens = min(train.tokens_per_microbatch, episodes * longest)
     several = episodes * longest > train.tokens_per_microbatch
     names = list(engines)

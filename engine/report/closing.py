@@ -6,11 +6,12 @@ from typing import Any
 from engine.report import records
 from engine.report.format import duration, number, percent
 
-MEASURES = {"accuracy": "accuracy", "reward": "mean reward"}
+MEASURES = {"accuracy": "accuracy", "reward": "mean reward", "loss": "held-out loss"}
 """What a run is judged by on held-out prompts: its key in summary.json and in ``eval/…``, and what people call it.
 
-A run has one of them: accuracy where every score is 0 or 1.
+A run has one of them: accuracy where every score is 0 or 1, the loss where it trains on rows.
 """
+LESS_IS_BETTER = ("loss",)
 
 
 def closing_lines(summary: dict[str, Any], run_dir: Path, how_to_go_on: list[str]) -> str:

@@ -90,7 +90,9 @@ def step_line(progress: Progress) -> str:
     line = "  ".join(
         [
             _counter("step", progress.step, progress.total_steps),
-            _column("reward ", metrics.get("reward/mean"), 7),
+            _column("reward ", metrics.get("reward/mean"), 7)
+            if "reward/mean" in metrics
+            else _column("loss   ", metrics.get("policy/loss"), 7),
             _column("acc ", metrics.get("reward/accuracy"), 6, percent),
             _column("kl ", metrics.get("kl/ref_mean"), 7),
             _column("ent ", metrics.get("policy/entropy"), 5),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.report import curve_colours, records
-from engine.report.closing import MEASURES, compared, precision
+from engine.report.closing import LESS_IS_BETTER, MEASURES, compared, precision
 from engine.report.curves import curve_series, phase_series
 from engine.report.format import duration, number
 from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, Curve, other_metrics, phases_in, stderr_of
@@ -132,10 +132,11 @@ def _outcome_card(run: RunFiles) -> str:
         after = _known(run, f"{measure}_after", held_out[-1] if held_out else None)
         if before is not None and after is not None:
             first, last, change = compared(measure, before, after)
-            direction = "up" if after >= before else "down"
+            better = after <= before if measure in LESS_IS_BETTER else after >= before
+            what = "rows" if measure == "loss" else "prompts"
             stderr = _values(run, stderr_of(f"eval/{measure}"))
             about = f", {precision(measure, stderr[-1])}" if stderr else ""
-            note = f'<span class="{direction}">{change}</span> on held-out prompts{about}'
+            note = f'<span class="{"up" if better else "down"}">{change}</span> on held-out {what}{about}'
             return _card(f"{name.capitalize()}, before → after", f"{first} → {last}", note, main=True)
     reward = _values(run, "reward/mean")
     if not reward:

@@ -43,6 +43,7 @@ _TRENDS = (
     ("held-out", "eval/accuracy", "bright_yellow"),
     ("reward", "reward/mean", "blue"),
     ("held-out", "eval/reward", "bright_yellow"),
+    ("held-out", "eval/loss", "bright_yellow"),
 )
 
 _CELLS = (

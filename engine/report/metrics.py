@@ -44,7 +44,23 @@ CURVES = (
         {"entropy": "policy/entropy"},
         from_zero=True,
     ),
-    Curve("Policy loss", "The surrogate objective; its level says little, jumps say a lot.", {"loss": "policy/loss"}),
+    Curve(
+        "Policy loss",
+        "The surrogate objective, whose level says little and whose jumps say a lot; of rows what is to be minimised.",
+        {"loss": "policy/loss", "held-out": "eval/loss"},
+    ),
+    Curve(
+        "Perplexity",
+        "exp of the held-out loss: among how many tokens it is as if to choose.",
+        {"held-out": "eval/perplexity"},
+    ),
+    Curve(
+        "Tokens right",
+        "Share of the held-out tokens that are the policy's most likely ones.",
+        {"held-out": "eval/token_accuracy"},
+        percent,
+        from_zero=True,
+    ),
     Curve(
         "Clip fraction",
         "Share whose probability ratio left the trust region and got no gradient.",
@@ -60,12 +76,12 @@ CURVES = (
     Curve(
         "Rewards of pairs",
         "DPO's implicit rewards, beta times the log-ratio to the reference, of chosen and rejected responses.",
-        {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward"},
+        {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward", "held-out margin": "eval/margin"},
     ),
     Curve(
         "Pairs told apart",
         "Share of pairs whose chosen response the policy prefers; share of groups without a pair, all scores the same.",
-        {"told apart": "policy/pair_accuracy", "tied": "online_dpo/tied_fraction"},
+        {"told apart": "policy/pair_accuracy", "held-out": "eval/pair_accuracy", "tied": "online_dpo/tied_fraction"},
         percent,
         from_zero=True,
     ),

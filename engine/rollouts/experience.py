@@ -24,6 +24,16 @@ def usable(samples: Sequence[Sample], config: Config) -> list[Sample]:
     return [sample for sample in scored if members[sample.group_id] >= config.algorithm.least_group]
 
 
+def why_unusable(samples: Sequence[Sample], config: Config, world: World) -> str:
+    """Why no rank has a usable sample of a scored batch, in words for the person. Collective."""
+    rewarded = sum(sample.reward is not None for sample in samples)
+    scored, drawn = world.sum(torch.tensor([rewarded, len(samples)])).tolist()
+    what = f"{scored} of {drawn} responses got a reward"
+    if scored:
+        what += f", and no prompt has the {config.algorithm.least_group} that {config.algorithm.name} compares"
+    return what
+
+
 def behaviour_logprobs(samples: Sequence[Sample]) -> Tensor:
     """[T] fp32 log-probabilities the sampler gave, in nats, responses end to end."""
     logprobs = [torch.from_numpy(sample.behaviour_logprobs) for sample in samples]
@@ -34,7 +44,7 @@ def rollout(
     samples: Sequence[Sample], old: Tensor | None, ref: Tensor | None, values: Tensor | None, end_values: Tensor | None
 ) -> Rollout:
     """A rank's samples as the flat vectors algorithms take."""
-    lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
+    lengths = torch.tensor([0] + [sample.loss_tokens for sample in samples])
     return Rollout(
         scores=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         group_ids=torch.tensor([sample.group_id for sample in samples], dtype=torch.int64),
@@ -120,6 +130,19 @@ def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified:
         result["kl/ref_mean"] = global_mean(sequence_sums(kl, rollout.cu_seqlens), world.sum)
         result["kl/ref_token_mean"] = global_mean(kl, world.sum)
     return result
+
+
+def row_metrics(samples: Sequence[Sample], update: dict[str, float], world: World) -> dict[str, float]:
+    """What rows of a data set look like, over all ranks, and of an update's metrics those that are about them: a loss
+    without a sampled response has no policy ratio."""
+    tokens = torch.tensor([float(sample.length) for sample in samples])
+    in_loss = torch.tensor([float(sample.loss_tokens) for sample in samples])
+    ratios = ("policy/ratio_mean", "policy/clip_fraction", "policy/clamp_fraction")
+    return {
+        "rows/tokens_mean": global_mean(tokens, world.sum),
+        "rows/loss_tokens_mean": global_mean(in_loss, world.sum),
+        **{name: value for name, value in update.items() if name not in ratios},
+    }
 
 
 def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) -> dict[str, float]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
 from engine.data.end_of_sequence import stop_token_ids
-from engine.data.prompts import Prompt, PromptStream
+from engine.data.prompts import Prompt
+from engine.data.stream import Stream
 from engine.generation.base import Generator
 from engine.generation.sampling import Request, Sampling, sample_seed
 from engine.sample import Sample
@@ -51,13 +52,13 @@ class Source:
         size: int,
     ) -> None:
         self._config, self._tokenizer, self._held_out = config, tokenizer, held_out
-        self._rank, self._size, self._count = rank, size, len(prompts)
-        self._stream = PromptStream(list(prompts), config.seed, config.data.shuffle)
+        self._rank, self._size = rank, size
+        self._stream = Stream(prompts, config.seed, config.data.shuffle)
         self._stops = stop_token_ids(config, tokenizer)
 
     def epochs(self, cursor: int) -> float:
         """Passes over the data when so many prompts have been taken."""
-        return cursor / self._count
+        return self._stream.epochs(cursor)
 
     def batch(self, generator: Generator, step: int, cursor: int) -> Batch:
         """This rank's share of the batch of a step, from the prompts after ``cursor``.

@@ -31,17 +31,17 @@ class OnlineTrainerState:
     """All but weights, optimizers and random generators; sampling and order follow from the seed and ``step``."""
 
     step: int = 0
-    """Rollout batches trained on."""
+    """Batches trained on."""
     episode: int = 0
     """Responses trained on, over all ranks."""
     version: int = 0
     """Updates the policy has seen; samples carry the version that made them."""
     cursor: int = 0
-    """Prompts taken from the stream."""
+    """Prompts or rows taken from the stream."""
     kl_coef: float = 0.0
     """Current coefficient of the KL penalty."""
     best_metric: float | None = None
-    """Best held-out accuracy (or mean reward) so far."""
+    """Best held-out accuracy (or mean reward, or loss) so far."""
     metric_before: float | None = None
     """The same before training."""
     seconds: float = 0.0

@@ -58,7 +58,7 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
             "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
             "data": config.data.task or config.data.path,
             "seed": config.seed,
-            "backend": config.generation.backend,
+            "backend": None if config.trains_on_rows else config.generation.backend,
             "world_size": world.size,
             "device": str(world.device),
         },

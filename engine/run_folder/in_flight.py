@@ -17,6 +17,7 @@ from engine.sample import Sample
 
 if TYPE_CHECKING:
     from engine.machine.world import World
+    from engine.rollouts.row_source import RowSource
     from engine.rollouts.source import Batch, Source
 
 
@@ -31,7 +32,7 @@ def write(checkpoint: Path, batches: Sequence[Batch], world: World) -> None:
     torch.save(stored, checkpoint / name(world.rank))
 
 
-def read(checkpoint: Path, world: World, source: Source) -> list[Batch]:
+def read(checkpoint: Path, world: World, source: Source | RowSource) -> list[Batch]:
     """This rank's batches, their rows of the data set from ``source``."""
     from engine.rollouts.source import Batch
 

@@ -40,10 +40,10 @@ def summary(
     """The content of summary.json.
 
     Args:
-        held_out: the held-out metrics at the end; ``state.metric_before`` is the one that policies are compared by
-            before training. That is an accuracy where a verifier scores, else a mean reward.
+        held_out: the held-out metrics at the end; ``state.metric_before`` is the one of them that ``config.eval_metric``
+            names, before training.
     """
-    kind = "accuracy" if config.has_verifier else "reward"
+    kind = config.measure
     return {
         "algo": config.algorithm.name,
         "seed": config.seed,
@@ -56,6 +56,6 @@ def summary(
         "tokens_per_second": round(state.tokens / max(state.seconds, 1e-9), 1),
         "peak_memory_gib": round(peak_gib, 3),
         "world_size": state.world_size,
-        "generation_backend": config.generation.backend,
+        "generation_backend": None if config.trains_on_rows else config.generation.backend,
         "versions": versions(),
     }

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from engine.generation.equal_weights import LogprobProof
 from engine.memory.planning import MemoryPlan
@@ -29,6 +30,10 @@ class Schedule(ABC):
     def sample(self, step: int) -> Batch:
         """This rank's share of the batch to train on in ``step``, from a policy at most ``schedule.staleness`` updates
         old."""
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> Tensor | None:
+        """[T] log-probabilities of the samples by the frozen reference, in nats; None if the run has none."""
+        return self.trainer.reference_logprobs(samples)
 
     def rest(self) -> None:  # noqa: B027  a sampler on devices of its own is in nobody's way
         """The sampler gives up its memory."""

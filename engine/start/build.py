@@ -19,10 +19,12 @@ from engine.machine.world import World
 from engine.memory import planning
 from engine.memory.arrangements import Side
 from engine.models import digest
+from engine.rollouts.row_source import RowSource
 from engine.rollouts.source import Source
 from engine.schedules.base import Schedule
 from engine.schedules.colocation import Colocation
 from engine.schedules.overlapping import Overlapping
+from engine.schedules.rows import Rows
 from engine.schedules.split import SplitTraining
 from engine.start.preflight import Inputs
 from engine.training import lora, models
@@ -116,7 +118,7 @@ def turns(
     inputs: Inputs,
     world: World,
     plans: dict[Side, planning.MemoryPlan],
-    source: Source,
+    source: Source | RowSource,
     say: Callable[[str], None],
 ) -> Schedule:
     """Trainer and sampler from the checkpoint at ``path``, as the run's schedule has them, their hand-over proved.
@@ -126,7 +128,7 @@ def turns(
     Args:
         loaded: for the trainer.
         inputs: the first prompts are what the hand-over is proved with.
-        source: what to sample; of no use to a split run, whose sampler has its own.
+        source: what to sample; of no use to a split run, whose sampler has its own. Or the rows to train on.
     """
     probe = [prompt.ids for prompt in inputs.prompts[:PROBE_PROMPTS]]
     tokens = min(PROBE_TOKENS, config.rollout.max_response_tokens)
@@ -142,6 +144,8 @@ def turns(
         with _announced(starts, "Started it", world, say):
             return _generator(config, path, inputs, world, plan, shared)
 
+    if isinstance(source, RowSource):
+        return Rows(trainer(), plans["train"], source)
     if config.generating_ranks:
         return SplitTraining(config, world, trainer(), plans["train"], plans["generate"], probe, tokens, say)
     colocation = Colocation(
@@ -165,8 +169,18 @@ def sampler(inputs: Inputs, config: Config, world: World, path: str) -> tuple[Ge
     """The sampler of a split run from the checkpoint at ``path``, and what it draws. Collective over its ranks."""
     plan = memory_plans(config, world)["generate"]
     generator = _generator(config, path, inputs, world, plan, None)
-    source = Source(config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size)
-    return generator, source
+    return generator, _prompts(config, inputs, world)
+
+
+def source(config: Config, inputs: Inputs, world: World) -> Source | RowSource:
+    """What batches are drawn from: prompts to sample from, or rows."""
+    if config.trains_on_rows:
+        return RowSource(config, inputs.tokenizer, inputs.rows, inputs.held_out_rows, rank=world.rank, size=world.size)
+    return _prompts(config, inputs, world)
+
+
+def _prompts(config: Config, inputs: Inputs, world: World) -> Source:
+    return Source(config, inputs.tokenizer, inputs.prompts, inputs.held_out, rank=world.rank, size=world.size)
 
 
 @contextmanager

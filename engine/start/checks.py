@@ -6,6 +6,7 @@ import os
 
 from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
+from engine.start import row_checks
 
 
 def check(config: Config, world_size: int, device_type: str) -> None:
@@ -19,6 +20,7 @@ def check(config: Config, world_size: int, device_type: str) -> None:
         ConfigError: with one line for the first thing that is wrong and what to do about it.
     """
     _check_sources(config)
+    row_checks.check(config)
     _check_schedule(config, world_size)
     _check_batches(config, world_size - config.generating_ranks)
     if config.generation.top_p != 1.0:
@@ -44,8 +46,6 @@ def check(config: Config, world_size: int, device_type: str) -> None:
 
 def _check_algorithm(config: Config) -> None:
     name = config.algorithm.name
-    if config.algorithm.batches != "sampler":
-        raise ConfigError(f"{name} learns from the rows of a data set, and a run can only give it sampled responses")
     if config.kl.target is not None and config.kl.coef == 0:
         raise ConfigError("kl.target needs a starting kl.coef above 0: the adaptive coefficient moves by factors")
     if config.kl.target is not None and config.algorithm.kl is None:
@@ -148,7 +148,7 @@ def missing(config: Config) -> list[str]:
         lacks.append("data.path is missing: give prompts by exactly one of data.task and data.path")
     if data.task is None and config.model.path is None:
         lacks.append("model.path is missing: only an embedded task (data.task) has a starting model of its own")
-    if data.task is None and not config.reward.sources:
+    if data.task is None and not config.reward.sources and not config.trains_on_rows:
         lacks.append(
             "reward.function, reward.model or reward.url is missing: only an embedded task (data.task) has a "
             "verifier of its own"
@@ -179,6 +179,13 @@ def _check_sources(config: Config) -> None:
 
 def _check_batches(config: Config, world_size: int) -> None:
     rollout, train = config.rollout, config.train
+    if config.trains_on_rows:
+        if train.rows_per_step % world_size:
+            raise ConfigError(
+                f"train.rows_per_step ({train.rows_per_step}) must be a multiple of the number of ranks ({world_size})"
+            )
+        _check_microbatch(config, "data.max_row_tokens")
+        return
     if rollout.prompts_per_step % world_size:
         raise ConfigError(
             f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of the number of ranks "
@@ -190,13 +197,17 @@ def _check_batches(config: Config, world_size: int) -> None:
             f"split into {train.minibatches_per_batch} equal minibatches (train.minibatches_per_batch) on "
             f"{world_size} rank(s)"
         )
-    together = 2 if config.algorithm.rows == "pair" else 1
-    longest = together * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    if train.tokens_per_microbatch < longest:
+    _check_microbatch(config, "(rollout.max_prompt_tokens + rollout.max_response_tokens)")
+
+
+def _check_microbatch(config: Config, sequence: str) -> None:
+    """The longest sequence, made up as ``sequence`` says, or pair of such must fit a forward pass."""
+    together = config.sequences_side_by_side
+    longest = together * config.longest_sequence
+    if config.train.tokens_per_microbatch < longest:
         raise ConfigError(
-            f"train.tokens_per_microbatch ({train.tokens_per_microbatch}) must hold the longest "
-            f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}"
-            f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {longest}"
+            f"train.tokens_per_microbatch ({config.train.tokens_per_microbatch}) must hold the longest "
+            f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}{sequence} = {longest}"
         )
 
 

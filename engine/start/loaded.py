@@ -23,7 +23,8 @@ class Loaded:
     """What a training rank has before the run has a folder: plans, models, sources of scores."""
 
     plans: dict[Side, planning.MemoryPlan]
-    scorer: rewards.Scorer
+    scorer: rewards.Scorer | None
+    """None where nothing is sampled."""
     path: str
     """The policy's folder or hub name."""
     models: build.Models
@@ -42,12 +43,13 @@ class Loaded:
                 output.line(text)
 
         plans = build.memory_plans(config, world)
-        path = config.model.path or bootstrap.starting_checkpoint(config, world, say)
+        path = config.model.path or bootstrap.starting_policy(config, world, say)
         models = build.load_models(config, path, world, checkpointing=plans["train"].checkpointing, say=say)
         if config.resume:
             _check_base(Path(config.resume), models.digests)
         export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")
-        return cls(plans, rewards.load(config, world, inputs.sources), path, models)
+        scorer = None if config.trains_on_rows else rewards.load(config, world, inputs.sources)
+        return cls(plans, scorer, path, models)
 
 
 def _check_base(run_dir: Path, digests: dict[str, str]) -> None:

@@ -1,18 +1,23 @@
 """What a run reads before any weights load and before it has a folder; a fault in it is one line and leaves nothing.
 
-In this order: the models' configurations, the policy's tokenizer, the prompts, the reward function. What only loaded
-weights can show comes later, in ``engine.start.build.load_models``, and still before the run has a folder.
+In this order: the models' configurations, the policy's tokenizer, the prompts, the reward function; or, in the place of
+these two, the rows. What only loaded weights can show comes later, in ``engine.start.build.load_models``, and still
+before the run has a folder.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import rewards
 from engine.config import Config, ConfigError
 from engine.data.prompts import Prompt, load_prompts, load_tokenizer
+from engine.data.training_rows import Unit, load_rows
 from engine.models import model_folder, weight_files
+from engine.run_folder import checkpoints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -24,17 +29,30 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     """The policy's."""
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    sources: rewards.Sources
-    """Of scores."""
     notes: list[str]
     """Lines for the person: what was dropped or is unusual."""
+    prompts: list[Prompt] = field(default_factory=list)
+    held_out: list[Prompt] = field(default_factory=list)
+    sources: rewards.Sources | None = None
+    """Of scores."""
+    rows: list[Unit] = field(default_factory=list)
+    """In the place of these three, for an algorithm that trains on rows."""
+    held_out_rows: list[Unit] = field(default_factory=list)
 
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max(len(prompt.ids) for prompt in [*self.prompts, *self.held_out])
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens."""
+        return max(one.length for unit in [*self.rows, *self.held_out_rows] for one in unit)
+
+    @property
+    def has_held_out(self) -> bool:
+        """True where there is something to evaluate on."""
+        return bool(self.held_out or self.held_out_rows)
 
 
 def read(config: Config) -> Inputs:
@@ -50,15 +68,39 @@ def read(config: Config) -> Inputs:
         tokenizer = addition.tokenizer()
     else:
         tokenizer = load_tokenizer(config.model.path)
-    prompts, held_out, notes = load_prompts(config, tokenizer)
-    sources = rewards.read(config, tokenizer)
-    sources.check([*prompts, *held_out])
-    inputs = Inputs(tokenizer, prompts, held_out, sources, notes)
-    for key, (path, shape) in models.items():
-        check_positions(config, key, path, shape, inputs.longest_prompt)
+    if config.trains_on_rows:
+        rows, held_out_rows, notes = load_rows(config, tokenizer)
+        inputs = Inputs(tokenizer, notes, rows=rows, held_out_rows=held_out_rows)
+        for key, (path, shape) in models.items():
+            _check_row_positions(key, path, shape, inputs.longest_row)
+    else:
+        prompts, held_out, notes = load_prompts(config, tokenizer)
+        sources = rewards.read(config, tokenizer)
+        sources.check([*prompts, *held_out])
+        inputs = Inputs(tokenizer, notes, prompts, held_out, sources)
+        for key, (path, shape) in models.items():
+            check_positions(config, key, path, shape, inputs.longest_prompt)
     if config.model.path is not None:
         _note_dtype(config, config.model.path, notes)
     return inputs
+
+
+def with_steps(config: Config, inputs: Inputs) -> Config:
+    """The configuration with ``train.steps`` in the place of ``train.epochs``: whole batches of the rows there are.
+
+    Raises:
+        ConfigError: a resumed run has made as many already.
+    """
+    if config.train.epochs is None:
+        return config
+    steps = max(1, math.ceil(config.train.epochs * len(inputs.rows) / config.train.rows_per_step))
+    checkpoint = checkpoints.newest(Path(config.resume)) if config.resume else None
+    if checkpoint is not None and checkpoints.read(checkpoint).step >= steps:
+        raise ConfigError(
+            f"resume: {checkpoint} has all {steps} steps of train.epochs {config.train.epochs}; give more"
+        )
+    train = config.train.model_copy(update={"steps": steps, "epochs": None})
+    return config.model_copy(update={"train": train})
 
 
 def _model_configs(config: Config) -> dict[str, tuple[str, PreTrainedConfig]]:
@@ -98,6 +140,15 @@ def check_positions(config: Config, key: str, path: str, shape: PreTrainedConfig
             f"{key}: '{path}' has {positions} positions, fewer than the longest prompt ({longest_prompt} tokens) and "
             f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) take{' in vLLM' if spare else ''}: "
             "lower rollout.max_response_tokens or rollout.max_prompt_tokens"
+        )
+
+
+def _check_row_positions(key: str, path: str, shape: PreTrainedConfig, longest: int) -> None:
+    positions = model_folder.longest_sequence(shape)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"{key}: '{path}' has {positions} positions, fewer than the longest row takes ({longest} tokens): lower "
+            "data.max_row_tokens"
         )
 
 

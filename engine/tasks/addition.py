@@ -27,6 +27,21 @@ def problems(split: str) -> list[dict[str, Any]]:
     return [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)} for a, b in chosen]
 
 
+def worked(split: str) -> list[dict[str, Any]]:
+    """The same problems as rows to train on: ``prompt`` and ``completion``."""
+    return [{"prompt": row["prompt"], "completion": row["answer"]} for row in problems(split)]
+
+
+def preferences(split: str) -> list[dict[str, Any]]:
+    """The same problems as pairs: ``prompt``, the right answer as ``chosen`` and one that is off as ``rejected``."""
+    rows = problems(split)
+    wrong = [str(int(row["answer"]) + (1 if place % 2 else 10)) for place, row in enumerate(rows)]
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": answer}
+        for row, answer in zip(rows, wrong, strict=True)
+    ]
+
+
 def verify(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1.0 for a completion that is the answer and nothing else, 0.0 for any other."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,20 +41,12 @@ def policy_pass(
     old, counts = row.get("old_logprobs"), batch.counts
     scale = zero.loss_scale(policy)  # before the kernels round the head's gradients
     weight = weight * scale
-    if objective.compares_pairs:
-        arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
-    else:
-        arguments = _arguments(weight, row, objective.loss, train)
-    arguments["cu_seqlens"] = batch.cu_seqlens
-    outputs = policy(batch, arguments, **head_options)
+    outputs = policy(batch, loss_arguments(batch, weight, row, objective, train), **head_options)
     zero.backward(policy, outputs[0])
     rows = len(batch.rows) * counts
     if objective.compares_pairs:
-        loss, logprobs, chosen, rejected, margins, entropy = outputs
-        pairs = len(margins) * counts
-        averages.add("policy/chosen_reward", chosen.sum() * counts, pairs)
-        averages.add("policy/rejected_reward", rejected.sum() * counts, pairs)
-        averages.add("policy/pair_accuracy", (margins > 0).sum() * counts, pairs)
+        loss, logprobs, *_, entropy = outputs
+        measure_pairs(outputs[1:], batch, averages, "policy/")
     else:
         loss, logprobs, entropy, ratio, clipped, clamped = outputs
         averages.add("policy/ratio_mean", ratio.sum() * counts, rows)
@@ -67,7 +60,28 @@ def policy_pass(
     return loss.detach() / scale, logprobs
 
 
-def _arguments(weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any], train: Train) -> dict[str, Any]:
+def measure_pairs(outputs: Sequence[Tensor], batch: Microbatch, averages: Averages, prefix: str) -> None:
+    """Adds what ``kernels.linear_preference_loss`` gives of a microbatch's pairs, behind its loss."""
+    _, chosen, rejected, margins, _ = outputs
+    counts, pairs = batch.counts, len(margins) * batch.counts
+    averages.add(f"{prefix}chosen_reward", chosen.sum() * counts, pairs)
+    averages.add(f"{prefix}rejected_reward", rejected.sum() * counts, pairs)
+    averages.add(f"{prefix}margin", margins.sum() * counts, pairs)
+    averages.add(f"{prefix}pair_accuracy", (margins > 0).sum() * counts, pairs)
+
+
+def loss_arguments(
+    batch: Microbatch, weight: Tensor, row: dict[str, Tensor], objective: Objective, train: Train
+) -> dict[str, Any]:
+    """What the loss takes of a microbatch beside the head's rows; arguments as of ``policy_pass``."""
+    if objective.compares_pairs:
+        arguments = {"pair_weights": weight, "ref_logprobs": row["ref_logprobs"], **objective.loss}
+    else:
+        arguments = _policy_arguments(weight, row, objective.loss, train)
+    return arguments | {"cu_seqlens": batch.cu_seqlens}
+
+
+def _policy_arguments(weight: Tensor, row: dict[str, Tensor], loss: dict[str, Any], train: Train) -> dict[str, Any]:
     """What ``kernels.linear_policy_loss`` takes: its constants and the microbatch's rows."""
     arguments: dict[str, Any] = {
         "advantages": row.get("advantages"),

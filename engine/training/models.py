@@ -43,14 +43,29 @@ class FusedHead(nn.Linear):
         return fused
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor, loss: dict[str, Any] | None = None, **options: Any
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        loss: dict[str, Any] | None = None,
+        most_likely: bool = False,
+        **options: Any,
     ) -> Any:
-        """The loss that takes the arguments in ``loss``, of pairs or not; without any, ``kernels.linear_logprob``."""
+        """The loss that takes the arguments in ``loss``, of pairs or not; without any, ``kernels.linear_logprob``.
+
+        With ``most_likely`` the loss's outputs are followed by [R] bool: which targets are the most likely tokens.
+        """
         options.update(bias=self.bias, softcap=self.softcap)
         if loss is None:
             return kernels.linear_logprob(hidden, self.weight, targets, **options)
         kernel: Any = kernels.linear_preference_loss if "pair_weights" in loss else kernels.linear_policy_loss
-        return tuple(kernel(hidden, self.weight, targets, **loss, **options))
+        outputs = tuple(kernel(hidden, self.weight, targets, **loss, **options))
+        return (*outputs, self._most_likely(hidden, options["workspace_gib"]) == targets) if most_likely else outputs
+
+    def _most_likely(self, hidden: Tensor, workspace_gib: float) -> Tensor:
+        """[R] the most likely tokens; a soft cap keeps their order. Logits exist some rows at a time."""
+        rows = max(1, int(workspace_gib * 2**30) // (hidden.element_size() * self.out_features))
+        logits = (nn.functional.linear(part, self.weight, self.bias) for part in hidden.split(rows))
+        return torch.cat([part.argmax(-1) for part in logits])
 
 
 class Policy(nn.Module):

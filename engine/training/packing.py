@@ -25,7 +25,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: S sequences of N tokens, R of which predict a response token."""
+    """One forward pass: S sequences of N tokens, R of which predict a response token that the loss is of."""
 
     indices: list[int]
     """[S] which samples these are; empty if the pass does not count."""
@@ -37,7 +37,7 @@ class Microbatch:
     """[1, N] int64, starting from 0 in each sequence."""
     layout: Layout
     rows: Tensor
-    """[R] int64, positions whose next token is a response token; only these reach the head."""
+    """[R] int64, positions whose next token is a response token that the loss is of; only these reach the head."""
     targets: Tensor
     """[R] int64, those response tokens."""
     cu_seqlens: Tensor
@@ -98,6 +98,8 @@ def pack(chosen: Sequence[Sample], indices: list[int], device: torch.device) -> 
     sequence = torch.repeat_interleave(torch.arange(len(chosen)), lengths)
     position = torch.arange(len(ids)) - starts[sequence]
     predicts = (position >= prompts[sequence] - 1) & (position < lengths[sequence] - 1)
+    if any(sample.loss_mask is not None for sample in chosen):
+        predicts &= _in_loss(chosen)
     rows = predicts.nonzero()[:, 0]
     input_ids = torch.tensor(ids)
     longest = int(lengths.max())
@@ -112,6 +114,17 @@ def pack(chosen: Sequence[Sample], indices: list[int], device: torch.device) -> 
         ),
         rows=rows.to(device),
         targets=input_ids[rows + 1].to(device),
-        cu_seqlens=torch.cat([zero, (lengths - prompts).cumsum(0)]),
+        cu_seqlens=torch.cat([zero, torch.tensor([sample.loss_tokens for sample in chosen]).cumsum(0)]),
         last=(ends - 1).to(device),
     )
+
+
+def _in_loss(chosen: Sequence[Sample]) -> Tensor:
+    """[N] bool, where the next token of a packed row is one that its sample's loss is of."""
+    parts = []
+    for sample in chosen:
+        part = torch.ones(sample.length, dtype=torch.bool)
+        if sample.loss_mask is not None:
+            part[len(sample.prompt_ids) - 1 : -1] = torch.from_numpy(sample.loss_mask)
+        parts.append(part)
+    return torch.cat(parts)

@@ -15,7 +15,7 @@ class TokenStore:
     """Flat per-token vectors of a rank's samples, responses end to end in the samples' order."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        lengths = torch.tensor([0] + [len(sample.response_ids) for sample in samples])
+        lengths = torch.tensor([0] + [sample.loss_tokens for sample in samples])
         self.cu_seqlens = lengths.cumsum(0)
         self._borders = self.cu_seqlens.tolist()
 

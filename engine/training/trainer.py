@@ -66,7 +66,7 @@ class Trainer:
         )
         self.reference: DeepSpeedEngine | None = reference and zero.prepare_deepspeed(reference, config)
         self._states = [HostStates(engine) for engine in (self.policy, self.value) if engine]
-        self._head_options = {
+        self.head_options = {
             "temperature": config.generation.temperature,
             "workspace_gib": config.train.workspace_gib,
             "backend": config.train.kernel_backend,
@@ -119,7 +119,7 @@ class Trainer:
         Args:
             temperature: the sampling temperature unless given.
         """
-        options = self._head_options if temperature is None else self._head_options | {"temperature": temperature}
+        options = self.head_options if temperature is None else self.head_options | {"temperature": temperature}
         return self._forward(engine, samples, lambda batch: engine(batch, **options))
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> Tensor | None:
@@ -217,12 +217,12 @@ class Trainer:
                 row = {name: store.take(vector, batch) for name, vector in tokens.items()}
                 if train_policy:
                     loss, logprobs = policy_pass(
-                        self.policy, batch, weight, row, objective, self.config.train, self._head_options, averages
+                        self.policy, batch, weight, row, objective, self.config.train, self.head_options, averages
                     )
                     losses.append(loss)
                 elif unfilled is not None:
                     with torch.no_grad():
-                        logprobs = self.policy(batch, **self._head_options)
+                        logprobs = self.policy(batch, **self.head_options)
                 if unfilled is not None and batch.counts:
                     seen.append((batch, logprobs.detach()))
                 if self.value is not None:

@@ -259,7 +259,7 @@ def test_fully_masked_microbatch_has_a_graph_and_no_gradient(tiny_model: str, wo
     row = {"old_logprobs": -ones, "advantages": ones, "sampler_logprobs": -ones}
     objective = experience.objective(got.config, experience.rollout(samples, -ones, None, None, None), 0.0, world)
     averages = Averages(world)
-    loss, _ = policy_pass(got.policy, masked, 0 * ones, row, objective, got.config.train, got._head_options, averages)
+    loss, _ = policy_pass(got.policy, masked, 0 * ones, row, objective, got.config.train, got.head_options, averages)
     assert loss == 0.0 and all(value == 0.0 for value in averages.means().values())
     assert all(float(p.grad.abs().max()) == 0.0 for p in got.policy.module.parameters())
 

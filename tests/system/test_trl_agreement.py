@@ -191,7 +191,7 @@ def ours(world: World, paths: dict[str, str]) -> Ours:
         off = {"generation": {"temperature": temperature}, "off_policy": {"correction": False}}
         config = trainer.config = updates.config(algo, **(off | sections))
         samples = experience.usable(samples, config)
-        trainer._head_options["temperature"] = temperature
+        trainer.head_options["temperature"] = temperature
         sampled_by = trainer if on_policy else before
         old = sampled_by.logprobs(sampled_by.policy, samples, temperature)
         ref = before.logprobs(before.reference, samples, temperature)

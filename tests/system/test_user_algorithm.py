@@ -145,10 +145,10 @@ FAULTY = {
         "Settings that extend ValueModelSettings",
     ),
     "attribute": (f"{RECORD}class A(Algorithm):\n    name = 'a'\n    kl = 'los'\n{OBJECTIVE}", "own.py:A", "its kl is"),
-    "rows of a data set": (
-        f"{RECORD}class A(Algorithm):\n    name = 'a'\n    batches = 'rows'\n{OBJECTIVE}",
+    "rows of a data set with a policy ratio": (
+        f"{RECORD}class A(Algorithm):\n    name = 'a'\n    batches = 'rows'\n    policy_ratio = True\n{OBJECTIVE}",
         "own.py:A",
-        "a learns from the rows of a data set",
+        "its batches are rows of a data set, which go with no value_model, kl or policy_ratio",
     ),
 }
 

@@ -10,7 +10,8 @@ import pytest
 
 from engine.config import Config, ConfigError, Data
 from engine.data.encoding import PromptEncoder
-from engine.data.prompts import Prompt, PromptStream, load_prompts, load_tokenizer
+from engine.data.prompts import Prompt, load_prompts, load_tokenizer
+from engine.data.stream import Stream
 from engine.generation.base import Response
 from engine.generation.sampling import Request, Sampling
 from engine.rollouts.source import Source
@@ -23,7 +24,7 @@ def prompts(count: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("take", [1, 3, 7, 10, 25])
 def test_every_prompt_once_an_epoch(take: int) -> None:
-    stream = PromptStream(prompts(10), seed=3)
+    stream = Stream(prompts(10), seed=3)
     seen = [prompt.text for _ in range(40 // take + 1) for prompt in stream.take(take)]
     for start in range(0, len(seen) - 9, 10):
         assert Counter(seen[start : start + 10]) == Counter(str(i) for i in range(10))
@@ -31,12 +32,12 @@ def test_every_prompt_once_an_epoch(take: int) -> None:
 
 
 def test_cursor_continues_and_seed_changes_the_order() -> None:
-    whole = [p.text for p in PromptStream(prompts(10), seed=3).take(30)]
-    resumed = PromptStream(prompts(10), seed=3)
+    whole = [p.text for p in Stream(prompts(10), seed=3).take(30)]
+    resumed = Stream(prompts(10), seed=3)
     resumed.cursor = 13
     assert [p.text for p in resumed.take(17)] == whole[13:]
-    assert [p.text for p in PromptStream(prompts(10), seed=4).take(30)] != whole
-    assert [p.text for p in PromptStream(prompts(10), seed=3, shuffle=False).take(10)] == [str(i) for i in range(10)]
+    assert [p.text for p in Stream(prompts(10), seed=4).take(30)] != whole
+    assert [p.text for p in Stream(prompts(10), seed=3, shuffle=False).take(10)] == [str(i) for i in range(10)]
 
 
 def config(tmp_path: Path, rows: list[dict], **sections: dict) -> Config:

@@ -555,3 +555,20 @@ def test_a_silent_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"set memory\.gpu_gib"):
         planning.gpu_bytes(configured("x"))
     assert planning.gpu_bytes(configured("x", memory__gpu_gib=8.0)) == 8 * GIB
+
+
+# -- rows in the place of a sampler ------------------------------------------------------------------------------------
+
+
+def test_training_on_rows_plans_no_sampler(qwen: str) -> None:
+    """Weights, states and passes of the policy: as much as PPO's own policy takes, and nothing of vLLM."""
+    rows = {"model": {"path": qwen, "dtype": "bfloat16"}, "data": {"path": "rows.jsonl", "max_row_tokens": 1024}}
+    config = Config.model_validate({"algo": "sft", "train": {"zero_stage": 2, "rows_per_step": 256}, **rows})
+    plan = planning.plan(config, 1, H100)
+    both = planning.plan(configured(qwen, memory__sleep="level2"), 1, H100)
+    assert plan.phases.keys() == {"train"} and (plan.sleep, plan.offload, plan.kv_cache_bytes) == ("none", False, 0)
+    parts = plan.phases["train"].parts
+    assert not [name for name in parts if "vLLM" in name or "KV" in name or "sampl" in name]
+    for name in ("policy weights", "policy fp32 and AdamW"):
+        assert parts[name] == both.phases["train"].parts[name]
+    assert plan.decision == "only training here: nothing sleeps"

@@ -9,7 +9,14 @@ from engine.config import cli
 from engine.start import checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RANKS = {"quickstart.yaml": (1, "cpu"), "tldr-pythia410m.yaml": (2, "cuda"), "gsm8k.yaml": (1, "cuda")}
+RANKS = {
+    "quickstart.yaml": (1, "cpu"),
+    "quickstart-rows.yaml": (1, "cpu"),
+    "sft-qwen2.5.yaml": (1, "cuda"),
+    "dpo-qwen2.5.yaml": (1, "cuda"),
+    "tldr-pythia410m.yaml": (2, "cuda"),
+    "gsm8k.yaml": (1, "cuda"),
+}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

@@ -16,7 +16,8 @@ import torch
 
 import engine.run
 from engine.config import Config, ConfigError, cli
-from engine.data.prompts import Prompt, PromptStream
+from engine.data.prompts import Prompt
+from engine.data.stream import Stream
 from engine.launch import failures, signals
 from engine.machine import disk
 from engine.machine.world import World
@@ -188,7 +189,7 @@ def test_batches_in_flight_come_back_without_their_classes(tmp_path: Path) -> No
     prompts = [Prompt([i], str(i), {"prompt": str(i), "when": date(2026, 1, 1 + i)}) for i in range(5)]
     config = Config.model_validate({"rollout": {"prompts_per_step": 4}})
     source = Source(config, addition.tokenizer(), prompts, [], rank=1, size=2)
-    drawn = PromptStream(prompts, config.seed)
+    drawn = Stream(prompts, config.seed)
     drawn.take(7)
     samples = [
         Sample(2 * i, i, prompt.ids, prompt.columns, [3, 1], "stop", np.array([-1.5, -0.1], np.float32), 6)
