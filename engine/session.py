@@ -19,7 +19,7 @@ from engine.launch import signals
 from engine.machine.world import World
 from engine.memory import meter
 from engine.report import records
-from engine.report.closing import closing_lines
+from engine.report.closing import closing_lines, what_next
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
 from engine.rollouts import experience, off_policy
@@ -334,11 +334,7 @@ class Session:
             return
         result = summary(config, self.state, self._held_out_metrics, peak)
         self._recorder.close(result)
-        go_on = [
-            f"python -m engine.run --resume {self.run_dir} --train.steps {2 * config.train.steps}   # train longer",
-            f"tensorboard --logdir {self.run_dir.parent}",
-            f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
-        ]
+        go_on = what_next(self.run_dir, model_dir, config.train.steps)
         self._recorder.say_last(closing_lines(result, self.run_dir, go_on))
 
     def _lap(self) -> float:

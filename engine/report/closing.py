@@ -14,6 +14,15 @@ A run has one of them: accuracy where every score is 0 or 1, the loss where it t
 LESS_IS_BETTER = ("loss",)
 
 
+def what_next(run_dir: Path, model_dir: Path, steps: int) -> list[str]:
+    """Commands for a run of so many steps that has finished, and the line that loads its policy."""
+    return [
+        f"python -m engine.run --resume {run_dir} --train.steps {2 * steps}   # train longer",
+        f"tensorboard --logdir {run_dir.parent}",
+        f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
+    ]
+
+
 def closing_lines(summary: dict[str, Any], run_dir: Path, how_to_go_on: list[str]) -> str:
     """The text to print when a run has finished; plain ASCII, so that no terminal can stumble over it."""
     lines = ["", _outcome(summary), _cost(summary), ""]

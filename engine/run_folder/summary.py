@@ -40,8 +40,8 @@ def summary(
     """The content of summary.json.
 
     Args:
-        held_out: the held-out metrics at the end; ``state.metric_before`` is the one of them that ``config.eval_metric``
-            names, before training.
+        held_out: the held-out metrics at the end; ``state.metric_before`` is the one that ``config.eval_metric`` names,
+            before training.
     """
     kind = config.measure
     return {
