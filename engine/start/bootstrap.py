@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -22,11 +24,8 @@ from engine.data.training_rows import load_rows
 from engine.generation.hf import HFGenerator
 from engine.generation.sampling import Sampling
 from engine.machine.world import World
-from engine.memory import planning
 from engine.rollouts import experience
-from engine.rollouts.row_source import RowSource
 from engine.rollouts.source import sample_responses
-from engine.schedules.rows import Rows
 from engine.tasks import addition
 from engine.training import export, models, weights
 from engine.training.trainer import Trainer
@@ -74,7 +73,7 @@ def starting_checkpoint(config: Config, world: World, say: Callable[[str], None]
 
     It is kept under ``$TANDEM_CACHE`` (default ``~/.cache/tandem``).
     """
-    recipe = (SFT.name, BATCH, LEARNING_RATE, WARMUP_STEPS, ADAM_BETAS, CHECK_EVERY, RISING_AT, STOP_AT)
+    recipe = (BATCH, LEARNING_RATE, WARMUP_STEPS, ADAM_BETAS, CHECK_EVERY, RISING_AT, STOP_AT)
     folder = _place(config, world, "addition", recipe)
     if not world.broadcast((folder / "config.json").exists()):
         say("No starting checkpoint yet: a short supervised phase makes one (once; it is cached)")
@@ -123,15 +122,12 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
         generator = HFGenerator(scratch, dtype=torch.float32, device=world.device, max_batch=512)
         world.barrier()
     rows, _, _ = load_rows(settings, tokenizer)
-    turns = Rows(
-        trainer,
-        planning.plan(settings, world.size, 0),
-        RowSource(settings, tokenizer, rows, [], rank=world.rank, size=world.size),
-    )
+    order = random.Random(config.seed)
     stops = (int(tokenizer.eos_token_id),)
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):
-        samples = turns.sample(step).samples
+        units = order.sample(rows, BATCH)[world.rank :: world.size]
+        samples = [dataclasses.replace(one, index=i, group_id=i) for i, unit in enumerate(units) for one in unit]
         rollout = experience.rollout(samples, None, None, None, None)
         objective = experience.objective(settings, rollout, 0.0, world, step)
         trainer.update(samples, {}, objective, step=step, version=0)
