@@ -72,4 +72,4 @@ def base(config: Config, say: Callable[[str], None]) -> tuple[str, PreTrainedTok
     from engine.tasks import addition
 
     with joined("cpu", config.launch.timeout_minutes) as world:
-        return bootstrap.starting_checkpoint(config, world, say), addition.tokenizer()
+        return bootstrap.starting_policy(config, world, say), addition.tokenizer()
