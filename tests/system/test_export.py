@@ -65,13 +65,8 @@ def test_an_export_is_the_runs_own_model(tiny_model: str, tmp_path: Path, settin
     check_exports(tmp_path / "run", "lora" in settings)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        TWO_RANKS["zero 3 in bf16"],
-        *(pytest.param(TWO_RANKS[one], marks=pytest.mark.slow) for one in list(TWO_RANKS)[::2]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", TWO_RANKS.values(), ids=TWO_RANKS)
 def test_an_export_joins_the_parts_of_two_ranks(tiny_model: str, tmp_path: Path, settings: str) -> None:
     run_engine(short(tiny_model, tmp_path, "run") + f"{settings} --train.steps 1")
     check_exports(tmp_path / "run", "lora" in settings)

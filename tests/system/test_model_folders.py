@@ -272,6 +272,7 @@ def test_a_faulty_folder_is_refused_before_weights_load(
     assert needle in said and ("model.path" in said or str(model) in said)
 
 
+@pytest.mark.slow
 def test_the_embedded_start_does_not_depend_on_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing cached: the supervised phase is of no schedule and has no value model, whatever the run has."""
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
