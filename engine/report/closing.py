@@ -52,8 +52,9 @@ def compared(measure: str, before: float, after: float) -> tuple[str, str, str]:
 
 
 def precision(measure: str, stderr: float) -> str:
-    """The standard error of a held-out number, in the unit of ``compared``'s change."""
-    return f"standard error {100 * stderr:.1f} points" if measure == "accuracy" else f"standard error {number(stderr)}"
+    """The standard error of the last held-out number, in the unit of ``compared``'s change."""
+    value = f"{100 * stderr:.1f} points" if measure == "accuracy" else number(stderr)
+    return f"standard error at the end {value}"
 
 
 def _outcome(summary: dict[str, Any]) -> str:

@@ -292,6 +292,6 @@ def test_standard_errors_are_part_of_their_metric(tmp_path: Path) -> None:
              "eval/pass@4_stderr": 0.01} for step, value in ((0, 0.25), (10, 0.75))]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = write_report(tmp_path).read_text()
-    assert "+50.0 points</span> on held-out prompts, standard error 2.0 points" in text
+    assert "+50.0 points</span> on held-out prompts, standard error at the end 2.0 points" in text
     assert text.count("held-out 75.0% ± 2.0%") == 2 and "value 0.900 ± 0.0100" in text and "stderr" not in text
     assert len(re.findall(r'<path class="raw c1" d="M[\d.]+ [\d.]+V[\d.]+"/>', text)) == 2
