@@ -160,8 +160,13 @@ class _Reader:
         prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
         if answers[0] == answers[1]:
             raise PromptError("chosen and rejected are the same: there is nothing to prefer")
+        behind = ""
         if prompt is None or all(_is_conversation(answer) for answer in answers):
             prompt, answers = _common_prompt(*answers)
+            behind = " behind what both begin with, which is taken for the prompt"
+        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+            if answer in ("", []):
+                raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
         chosen, rejected = (self._answered(prompt, answer) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
@@ -278,4 +283,5 @@ def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, tuple[Any, Any]]:
 
 
 def _lacks(columns: dict[str, Any], what: str) -> str:
-    return f"the row has no column {what}, but {', '.join(columns) or 'none'}"
+    given = [name for name, value in columns.items() if value is not None]
+    return f"the row has no column {what} with something in it, but {', '.join(given) or 'none'}"

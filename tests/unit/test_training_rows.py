@@ -125,6 +125,7 @@ def test_long_rows_are_dropped_or_cut(tmp_path: Path) -> None:
 
 
 REFUSED = {
+    "no completion": ({"prompt": "a", "completion": None}, "with something in it, but prompt"),
     "empty completion": ({"prompt": "a", "completion": ""}, "the completion is empty"),
     "no column": ({"prompt": "a", "answer": "b"}, "no column 'completion' (data.completion_column) and no 'messages'"),
     "no prompt": ({"question": "a", "completion": "b"}, "no column 'prompt' (data.prompt_column)"),
@@ -180,8 +181,8 @@ def test_pairs(tmp_path: Path, name: str) -> None:
 REFUSED_PAIRS = {
     "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same: there is nothing"),
     "same tokens": ({"prompt": "a", "chosen": "b", "rejected": " b"}, "chosen and rejected are the same tokens"),
-    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "the completion is empty"),
-    "one begins the other": ({"chosen": "a b", "rejected": "a b c"}, "the completion is empty"),
+    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected is empty: "),
+    "one begins the other": ({"chosen": "a b", "rejected": "a b c"}, "chosen is empty behind what both begin with"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "begin with nothing in common"),
     "no rejected": ({"prompt": "a", "chosen": "b"}, "no column 'rejected' (data.rejected_column)"),
     "two kinds": ({"chosen": "a", "rejected": [ASSISTANT]}, "must both be strings, or both chat messages"),
