@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import warnings
 from pathlib import Path
 
 from engine.config import Config, ConfigError, cli
@@ -17,9 +16,6 @@ from engine.machine import children, devices, disk
 from engine.memory import planning
 from engine.run_folder import checkpoints, folder
 from engine.start import checks
-
-NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
-"""Warnings of libraries about their own insides, which nobody who runs this can act on."""
 
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
@@ -68,8 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return failures.refuse(error)
     launcher.tidy_environment(device_type)
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message)
+    launcher.mute_libraries()
     signals.stop_on_sigterm(devices.is_rank())
     try:
         if world_size > 1 and not devices.is_rank():

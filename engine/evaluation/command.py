@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import ConfigError
 from engine.launch import failures, launcher, signals
 from engine.machine import disk
-
-NOISE = (r".*`torch\.distributed\.\w+` is deprecated",)
 
 
 def run(work: Callable[[list[str]], None], argv: list[str] | None) -> int:
@@ -20,8 +17,7 @@ def run(work: Callable[[list[str]], None], argv: list[str] | None) -> int:
     That is 0 when it is done, 2 for arguments that cannot work, 1 where a file cannot be written or a judge fails, 130
     or 143 when stopped by Ctrl-C or SIGTERM.
     """
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message)
+    launcher.mute_libraries()
     signals.stop_on_sigterm(False)
     try:
         work(sys.argv[1:] if argv is None else argv)

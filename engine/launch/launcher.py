@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def plain_architectures(listed: str) -> str:
     """
     entries = (re.fullmatch(r"(\d+\.\d+)[a-z]?(\+PTX)?", entry) for entry in re.split(r"[;\s]+", listed))
     return ";".join(dict.fromkeys(entry[1] + (entry[2] or "") for entry in entries if entry))
+
+
+def mute_libraries() -> None:
+    """Leaves out warnings of libraries about their own insides, which nobody who runs this can act on."""
+    warnings.filterwarnings("ignore", r".*`torch\.distributed\.\w+` is deprecated")
 
 
 def tidy_environment(device_type: str) -> None:
