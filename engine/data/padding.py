@@ -20,21 +20,25 @@ SPARE = ("pad", "reserved", "unused", "extra")
 """What is in the names of special tokens that are there for padding, or for nothing; the first are taken first."""
 
 
-def give(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the padding token that the tokenizer of ``model.path`` has from now on, on the right of sequences.
+def give(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Has the tokenizer of ``model.path`` pad on the right, with a token that ends no response.
 
-    Its own stays where it ends no response. Else it gets a special token that it has and that nothing uses, and only
-    where there is none a new one, whose id lies behind the others and perhaps behind the model's vocabulary.
+    Its own stays where it is such a one. Else it gets a special token that it has and that nothing uses, and only where
+    there is none a new one, whose id lies behind the others and perhaps behind the model's vocabulary.
+
+    Returns:
+        a note for the person where it is another one than before.
     """
     tokenizer.padding_side = "right"
     vocabulary = vocabulary_size(config, tokenizer)
     used = {*stop_token_ids(config, tokenizer, vocabulary), *_with_a_meaning(tokenizer)}
-    if not _fits(tokenizer.pad_token_id, used, vocabulary):
-        spare = (id for id in _spare(tokenizer) if _fits(id, used, vocabulary))
-        found = next(spare, None)
-        token = _new_name(tokenizer) if found is None else str(tokenizer.convert_ids_to_tokens(found))
-        tokenizer.add_special_tokens({"pad_token": token})
-    return int(tokenizer.pad_token_id)
+    if _fits(tokenizer.pad_token_id, used, vocabulary):
+        return None
+    found = next((token for token in _spare(tokenizer) if _fits(token, used, vocabulary)), None)
+    name = _new_name(tokenizer) if found is None else str(tokenizer.convert_ids_to_tokens(found))
+    tokenizer.add_special_tokens({"pad_token": name})
+    kind = "a new token" if found is None else "a token that nothing uses"
+    return f"The reward model's padding is {name} ({tokenizer.pad_token_id}), {kind}: it must end no response"
 
 
 def _fits(token: int | None, used: set[int], vocabulary: int) -> bool:

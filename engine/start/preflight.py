@@ -72,8 +72,8 @@ def read(config: Config) -> Inputs:
         tokenizer = load_tokenizer(config.model.path)
     if config.trains_on_rows:
         rows, held_out_rows, notes = load_rows(config, tokenizer)
-        if config.trained == "reward_model":
-            padding.give(config, tokenizer)
+        if config.trained == "reward_model" and (note := padding.give(config, tokenizer)):
+            notes.append(note)
         inputs = Inputs(tokenizer, notes, rows=rows, held_out_rows=held_out_rows)
         for key, (path, shape) in models.items():
             _check_row_positions(key, path, shape, inputs.longest_row)

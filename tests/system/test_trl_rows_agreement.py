@@ -1,5 +1,5 @@
-"""The same rows through TRL's SFTTrainer, DPOTrainer and RewardTrainer and through whole runs of ours: loss and gradient
-norm of every step agree, in fp32, without dropout, shuffling or packing, in one process."""
+"""The same rows through TRL's SFTTrainer, DPOTrainer and RewardTrainer and through whole runs of ours: loss and
+gradient norm of every step agree, in fp32, without dropout, shuffling or packing, in one process."""
 
 from __future__ import annotations
 
