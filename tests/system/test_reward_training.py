@@ -154,6 +154,7 @@ def test_padding_ends_no_response(tiny_model: str, tmp_path: Path, padding: str 
     )
     scores = by_transformers(folder)
     assert_measured(evaluations(tmp_path / "run")[-1], scores)
+    check_exports(tmp_path / "run", adapters=False)
 
     config = Config.model_validate(
         {
@@ -209,16 +210,45 @@ def test_a_folder_of_the_wrong_kind_is_one_line(tmp_path: Path, kind: Any, line:
     assert line in said.stderr and said.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
+OWN = """
+from algorithms.reward_model import RewardModel
+
+
+class Hinge(RewardModel):
+    name = "hinge"
+
+    def objective(self, rollout, settings, run):
+        import dataclasses
+
+        def hinge(chosen, rejected, margins):
+            return (1 + margins - chosen + rejected).relu()
+
+        return dataclasses.replace(super().objective(rollout, settings, run), score_loss=hinge)
+"""
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_a_loss_of_ones_own(tiny_model: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    options = PAIRS.replace("reward_model", f"{tmp_path}/own.py:Hinge")
+    run_here(f"{options} --model.path {tiny_model} --output_dir {tmp_path} --name run --train.steps 1")
+    scores = by_transformers(tmp_path / "run/model")
+    hinge = (1 - scores[:, 0] + scores[:, 1]).relu().mean()
+    assert evaluations(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(float(hinge), abs=1e-5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_learn_what_one_does(tiny_model: str, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", ["2", "3", "3 --lora.rank 4"])
+def test_two_ranks_learn_what_one_does(tiny_model: str, tmp_path: Path, stage: str) -> None:
+    """Also where one has a pair, and so a forward pass, less than the other."""
     options = (
-        f"{SMALL} --model.path {tiny_model} --output_dir {tmp_path} --train.steps 3 --reward_model.centring_coef 0.1"
+        f"{SMALL} --model.path {tiny_model} --output_dir {tmp_path} --train.steps 3 --reward_model.centring_coef 0.1 "
+        f"--train.zero_stage {stage} --train.tokens_per_microbatch 26 --eval.prompts 15"
     )
     run_here(f"{options} --name one")
-    run_engine(f"{options} --name two --launch.ranks 2 --train.zero_stage {stage}")
+    run_engine(f"{options} --name two --launch.ranks 2")
     rows = [[*steps(tmp_path / name), evaluations(tmp_path / name)[-1]] for name in ("one", "two")]
     for one, two in zip(*rows, strict=True):
         for key in one.keys() & {"reward_model/loss", "reward_model/grad_norm", "eval/loss", "eval/accuracy_stderr"}:
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
-    check_exports(tmp_path / "two", adapters=False)
+    check_exports(tmp_path / "two", "lora" in stage)
