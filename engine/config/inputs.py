@@ -20,7 +20,8 @@ class Model(Section):
 
     path: str | None = Field(
         None,
-        description="Policy to start from: a Hugging Face folder or hub name. Default: with an embedded task, the "
+        description="Policy to start from: a Hugging Face folder or hub name; of --algo reward_model a causal language "
+        "model, which gets a new head, or a reward model to go on with. Default: with an embedded task, the "
         "task's own starting checkpoint, trained once by a short supervised phase and cached",
     )
     value_path: str | None = Field(
@@ -100,6 +101,11 @@ class Data(Section):
         "without data.prompt_column in the row, the prompt is what both answers begin with",
     )
     rejected_column: str = Field("rejected", description="The same: column with the worse answer")
+    margin_column: str | None = Field(
+        None,
+        description="With a reward model: column with a number, by how much the better answer's score has to be above "
+        "the other's. Default: 0 for every row",
+    )
     loss_on: Literal["completion", "assistant"] = Field(
         "completion",
         description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation "

@@ -119,10 +119,15 @@ class _Config(Section):
         return self.algorithm.batches == "rows"
 
     @property
+    def trained(self) -> Literal["policy", "reward_model"]:
+        """The model that the run makes, after which its metrics and the files of its checkpoints are named."""
+        return "reward_model" if self.algorithm.head == "score" else "policy"
+
+    @property
     def measure(self) -> Literal["accuracy", "reward", "loss"]:
-        """What the run is judged by on held-out prompts or rows, and the best policy chosen."""
+        """What the run is judged by on held-out prompts or rows, and the best model chosen."""
         if self.trains_on_rows:
-            return "loss"
+            return "accuracy" if self.trained == "reward_model" else "loss"
         return "accuracy" if self.has_verifier else "reward"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,10 @@ class _Count:
     dropped: int = 0
     cut: int = 0
 
-    def line(self, kind: str, longest: int) -> str:
-        line = f"{self.rows} {kind} rows of {self.tokens} tokens, {self.in_loss} of them in the loss"
+    def line(self, kind: str, longest: int, of_tokens: bool) -> str:
+        """A note, with the tokens in the loss where it is of tokens."""
+        line = f"{self.rows} {kind} rows of {self.tokens} tokens"
+        line += f", {self.in_loss} of them in the loss" * of_tokens
         long = f"longer than data.max_row_tokens ({longest})"
         if self.cut:
             line += f"; {self.cut} were {long} and lost their end"
@@ -121,7 +124,7 @@ class _Reader:
         if not found:
             why = f"all {count.dropped} are longer than data.max_row_tokens" if count.dropped else "it has no rows"
             raise ConfigError(f"no {kind} row is left of {data.task or data.eval_path or data.path}: {why}")
-        self.notes.append(count.line(kind, data.max_row_tokens))
+        self.notes.append(count.line(kind, data.max_row_tokens, self.config.trained == "policy"))
         return found
 
     def _cut(self, one: Sample) -> Sample:
@@ -170,7 +173,19 @@ class _Reader:
         chosen, rejected = (self._answered(prompt, answer) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
-        return dataclasses.replace(chosen, reward=1.0), rejected
+        return dataclasses.replace(chosen, reward=1.0, margin=self._margin(columns)), rejected
+
+    def _margin(self, columns: dict[str, Any]) -> float:
+        """By how much the row asks for the chosen answer's score to be above the other's."""
+        name = self.config.data.margin_column
+        if name is None:
+            return 0.0
+        margin = columns.get(name)
+        if margin is None:
+            raise PromptError(_lacks(columns, f"'{name}' (data.margin_column)"))
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+            raise PromptError(f"the margin in column '{name}' is {margin!r:.80}, and must be a finite number")
+        return float(margin)
 
     def _answered(self, prompt: Any, completion: Any) -> Sample:
         """A prompt and its completion, each a string or messages."""

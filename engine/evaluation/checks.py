@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
-from engine.config import Config, ConfigError, user_code
+from engine.config import Config, ConfigError, cli, user_code
 from engine.data import checks as data_checks
+from engine.evaluation.places import Place
 from engine.evaluation.settings import Evaluate, Generate
+
+
+def check_writes(models: Sequence[Place]) -> None:
+    """Raises ConfigError for a model of a run that trained one which writes nothing. Reads the runs' settings alone."""
+    for run_dir in {place.run_dir: None for place in models if place.run_dir is not None}:
+        if cli.load_run(run_dir).trained == "reward_model":
+            raise ConfigError(f"what {run_dir} trained is a reward model: it writes nothing")
 
 
 def check_sampled(given: Generate | Evaluate, config: Config) -> None:

@@ -208,8 +208,9 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     item = training_bytes.item_bytes(config)
     states = 8 if item == 4 and config.train.zero_stage == 0 else 12
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
-    trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)
-    checkpoint, export = trained * (item + states), policy.policy * item
+    whole = policy.value if config.trained == "reward_model" else policy.policy
+    trained = (adapters or whole) + (value.value if config.algorithm.value_model else 0)
+    checkpoint, export = trained * (item + states), whole * item
     count, every = config.save.keep + 2, config.save.hf_every_steps
     exports = 2 + (config.train.steps // every if every else 0)
     needed = count * checkpoint + exports * export
