@@ -1,6 +1,6 @@
-"""What comes after a run: its checkpoints as Hugging Face folders, responses of its models, and figures about them.
+"""What comes after a run: its checkpoints as Hugging Face folders, responses of its models, pairs and figures of them.
 
-The commands ``engine.export``, ``engine.generate`` and ``engine.evaluate`` import ``settings``, ``checks``,
-``entries``, ``places``, ``response_files`` and ``command`` before torch, and then ``exporting``, ``sampling`` or
-``evaluating``.
+The commands ``engine.export``, ``engine.generate``, ``engine.evaluate`` and ``engine.relabel`` import ``settings``,
+``checks``, ``entries``, ``places``, ``pairs``, ``response_files`` and ``command`` before torch, and then ``exporting``,
+``sampling``, ``evaluating`` or ``relabelling``.
 """

@@ -28,13 +28,19 @@ def _part(section: type[Section], doc: str, *names: str) -> Any:
     return create_model(section.__name__, __base__=Section, __doc__=doc, **fields)
 
 
+NOT_OF_PAIRS = {"completion_column", "messages_column", "loss_on", "max_row_tokens", "too_long"}
+NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_overlap", "shuffle"}
+"""Keys of ``data`` that say nothing about pairs to relabel."""
+
 if TYPE_CHECKING:
+    from engine.config.inputs import Data as _Pairs
     from engine.config.inputs import Model as _Dtype
     from engine.config.learning import Generation as _Sampler
     from engine.config.learning import Rollout as _Length
     from engine.config.running import Launch as _Device
     from engine.config.running import Memory as _Cache
 else:
+    _Pairs = _part(Data, "The pairs or responses.", *(name for name in Data.model_fields if name not in NOT_OF_PAIRS))
     _Dtype = _part(Model, "The numbers that models compute in.", "dtype")
     _Length = _part(Rollout, "Lengths of prompts and responses.", "max_prompt_tokens", "max_response_tokens")
     _Sampler = _part(Generation, "How responses are sampled.", "backend", "stop_tokens", "max_batch")
@@ -140,6 +146,33 @@ class Evaluate(_Sampled):
     )
 
 
+class Texts(_Dtype):
+    """The numbers that a reward model computes in, and how texts become tokens."""
+
+    path: str | None = Field(
+        None,
+        description="Model whose tokenizer and chat template write prompts and answers out, a folder or hub name. "
+        "Default: reward.model",
+    )
+
+
+class Relabel(Section):
+    """Pairs in a judge's order."""
+
+    output: str | None = Field(None, description="File to write, .jsonl or .parquet; there must be none of that name")
+    limit: Positive | None = Field(None, description="Rows used, the first ones. Default: all")
+    ties: Literal["drop", "keep"] = Field(
+        "drop", description="Pairs with equal scores: left out, or kept in the order that they are given in"
+    )
+    responses_column: str = Field(
+        "responses", description="Column with a list of responses to data.prompt_column, in rows without a pair"
+    )
+    data: _Pairs = Field(default_factory=_Pairs)
+    reward: Reward = Field(default_factory=Reward)
+    model: Texts = Field(default_factory=Texts)
+    launch: _Device = Field(default_factory=_Device)
+
+
 S = TypeVar("S", bound=Section)
 
 
@@ -209,14 +242,14 @@ def of_run(kind: type[Section], run: Config) -> dict[str, Any]:
     return tree
 
 
-def as_config(settings: _Sampled, model: str | None) -> Config:
+def as_config(settings: _Sampled | Relabel, model: str | None) -> Config:
     """A run's settings with a command's in them, for the parts of the engine that take these.
 
     Args:
         model: folder or hub name of the policy; None for the starting checkpoint of an embedded task.
     """
     whole = Config()
-    changed: dict[str, Any] = {"seed": settings.seed}
+    changed: dict[str, Any] = {"seed": settings.seed} if isinstance(settings, _Sampled) else {}
     for name in type(settings).model_fields:
         section, ours = getattr(whole, name, None), getattr(settings, name)
         if isinstance(section, Section) and isinstance(ours, Section):
