@@ -14,7 +14,7 @@ from algorithms.base import NonNegative, Positive, Section
 from engine.config import Config, Data, cli, help_text, yaml_file
 from engine.config.inputs import Model, Reward
 from engine.config.keys import leaves
-from engine.config.learning import Generation, Rollout
+from engine.config.learning import Generation, Rollout, Train
 from engine.config.running import Launch, Memory
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -33,14 +33,18 @@ NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_overlap", "shuffl
 """Keys of ``data`` that say nothing about pairs to relabel."""
 
 if TYPE_CHECKING:
+    from engine.config.inputs import Data as _Chat
     from engine.config.inputs import Data as _Pairs
     from engine.config.inputs import Model as _Dtype
     from engine.config.learning import Generation as _Sampler
     from engine.config.learning import Rollout as _Length
+    from engine.config.learning import Train as _Budget
     from engine.config.running import Launch as _Device
     from engine.config.running import Memory as _Cache
 else:
     _Pairs = _part(Data, "The pairs or responses.", *(name for name in Data.model_fields if name not in NOT_OF_PAIRS))
+    _Chat = _part(Data, "Prompts that are strings.", "chat_template")
+    _Budget = _part(Train, "The numbers of tokens that are computed at once.", "tokens_per_microbatch")
     _Dtype = _part(Model, "The numbers that models compute in.", "dtype")
     _Length = _part(Rollout, "Lengths of prompts and responses.", "max_prompt_tokens", "max_response_tokens")
     _Sampler = _part(Generation, "How responses are sampled.", "backend", "stop_tokens", "max_batch")
@@ -173,6 +177,20 @@ class Relabel(Section):
     launch: _Device = Field(default_factory=_Device)
 
 
+class ServeReward(Section):
+    """A reward model as an HTTP server."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on. The default is for this machine alone, 0.0.0.0 for any that reaches it",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on; 0 takes a free one")
+    model: _Dtype = Field(default_factory=_Dtype)
+    data: _Chat = Field(default_factory=_Chat)
+    train: _Budget = Field(default_factory=_Budget)
+    launch: _Device = Field(default_factory=_Device)
+
+
 S = TypeVar("S", bound=Section)
 
 
@@ -242,7 +260,7 @@ def of_run(kind: type[Section], run: Config) -> dict[str, Any]:
     return tree
 
 
-def as_config(settings: _Sampled | Relabel, model: str | None) -> Config:
+def as_config(settings: _Sampled | Relabel | ServeReward, model: str | None) -> Config:
     """A run's settings with a command's in them, for the parts of the engine that take these.
 
     Args:
@@ -257,3 +275,13 @@ def as_config(settings: _Sampled | Relabel, model: str | None) -> Config:
             changed[name] = section.model_copy(update=common)
     changed["model"] = changed["model"].model_copy(update={"path": model})
     return whole.model_copy(update=changed)
+
+
+def as_reward_model(config: Config, folder: str) -> Config:
+    """The settings with a reward model's folder for model and judge alike; prompts are read as a policy saw them."""
+    changed: dict[str, Section] = {
+        "model": config.model.model_copy(update={"path": folder}),
+        "reward": config.reward.model_copy(update={"model": folder}),
+        "data": config.data.model_copy(update={"templated": True}),
+    }
+    return config.model_copy(update=changed)

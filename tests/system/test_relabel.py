@@ -29,10 +29,8 @@ def relabel(*arguments: object) -> int:
     return engine.relabel.main([str(one) for one in arguments])
 
 
-@pytest.fixture(scope="module")
-def gold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random reward model."""
-    folder = tmp_path_factory.mktemp("gold")
+def reward_model(folder: Path) -> Path:
+    """A random one with the vocabulary of ``users.model_folder``."""
     config = LlamaConfig(
         vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=1,
@@ -41,6 +39,11 @@ def gold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     users.tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def gold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reward_model(tmp_path_factory.mktemp("models") / "gold")
 
 
 @pytest.fixture
