@@ -129,19 +129,6 @@ LEFT_OUT = {
 }
 """Keys without a counterpart, and why."""
 
-NOT_YET = {
-    "task_type": "sft.py",
-    "max_seq_length": "sft.py",
-    "dataset_eval_split": "sft.py and reward_modeling.py",
-    "tokenizer_name": "reward_modeling.py and relabel_with_rm.py",
-    "output_name": "relabel_with_rm.py",
-    "max_new_tokens": "generate_for_eval.py",
-    "ref_model_name": "load_and_eval.py",
-    "gold_model_name": "load_and_eval.py",
-    "gold_tokenizer_name": "load_and_eval.py",
-}
-"""Keys in async_rlhf's own files that only scripts without a counterpart take: these."""
-
 _ONLINE_DPO = {"beta", "label_smoothing", "loss_type", "single", "sync", "vllm_device", "vllm_gpu_memory_utilization"}
 _ONLINE_DPO |= {"save_generations", "disable_dropout", "dataset_num_proc", *_ONLINE_DPO_UNREAD}
 FOREIGN = {"online_dpo.py": {"bok"}, "rloo.py": _ONLINE_DPO, "ppov2.py": _ONLINE_DPO | {"rloo_k", "bok", "vllm"}}
