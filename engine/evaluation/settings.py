@@ -15,7 +15,7 @@ from engine.config import Config, Data, cli, help_text, yaml_file
 from engine.config.inputs import Model, Reward
 from engine.config.keys import leaves
 from engine.config.learning import Generation, Rollout, Train
-from engine.config.running import Launch, Memory
+from engine.config.running import Launch, Memory, Push
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -83,6 +83,7 @@ class Export(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged", description="Of a run with lora.rank: the whole policy, or its adapter alone in peft's format"
     )
+    push: Push = Field(default_factory=Push)
 
 
 class _Sampled(Section):

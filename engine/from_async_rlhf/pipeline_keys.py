@@ -60,6 +60,7 @@ _DERIVED = {
     **{
         key: keys.DERIVED[key]
         for key in ("bf16", "fp16", "lr_scheduler_type", "output_dir", "output_global_parent_dir", "adam_beta1")
+        + ("report_to", "push_to_hub", "hub_model_id")
         + ("adam_beta2", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "env")
     },
 }
@@ -67,7 +68,7 @@ _LEFT_OUT = {
     "tokenizer_name": "the tokenizer of the model counts",
     **{
         key: keys.LEFT_OUT[key]
-        for key in ("wandb_run_id", "run_name", "report_to", "logging_steps", "push_to_hub", "hub_model_id")
+        for key in ("wandb_run_id", "run_name", "logging_steps")
         + ("hub_strategy", "sanity_check", "ddp_find_unused_parameters", "deepspeed", "config", "dataset_num_proc")
         + ("lora_dropout", "lora_modules_to_save", "lora_task_type")
     },

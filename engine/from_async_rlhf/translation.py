@@ -144,12 +144,17 @@ def numbers(translated: dict[str, Any], given: dict[str, Any], launcher: dict[st
 
 
 def place(translated: dict[str, Any], given: dict[str, Any]) -> None:
-    """Where the run lies."""
+    """Where the run lies, and where its metrics and its model go."""
     parent, name = os.path.split(str(given.get("output_dir", "")).rstrip("/"))
     if parent := given.get("output_global_parent_dir", parent):
         translated["output_dir"] = parent
     if name:
         translated["name"] = name
+    to = given.get("report_to")
+    if "wandb" in (to if isinstance(to, list) else [to]):
+        translated["report.wandb"] = str((given.get("env") or {}).get("WANDB_PROJECT", "huggingface"))
+    if given.get("push_to_hub") and "hub_model_id" in given:
+        translated["push.hub_id"] = given["hub_model_id"]
 
 
 def launched(translated: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:

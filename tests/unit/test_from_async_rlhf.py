@@ -218,6 +218,7 @@ def test_their_supervised_run_can_run() -> None:
         "data.eval_split": "validation", "data.prompt_column": "query", "data.completion_column": "reference_response",
         "data.max_row_tokens": 580, "train.rows_per_step": 64, "train.epochs": 1.0, "train.schedule": "cosine",
         "train.max_grad_norm": 1.0, "model.dtype": "float16", "save.every_steps": 500, "output_dir": "results",
+        "report.wandb": "huggingface", "push.hub_id": "pythia1b-sft-tldr", "push.private": True,
     }  # fmt: skip
     assert {key: ours[key] for key in expected} == expected
     assert "eval_steps 0.2: a share of a run whose steps follow from its rows: give eval.every_steps" in found.notes
