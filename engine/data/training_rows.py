@@ -119,7 +119,8 @@ class _Reader:
             count.tokens += sum(one.length for one in unit)
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
-            why = f"all {count.dropped} are longer than data.max_row_tokens" if count.dropped else "it has no rows"
+            fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
+            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else "it has no rows"
             raise ConfigError(f"no {kind} row is left of {data.task or data.eval_path or data.path}: {why}")
         self.notes.append(count.line(kind, data.max_row_tokens))
         return found
