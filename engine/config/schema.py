@@ -17,7 +17,7 @@ from algorithms.base import Algorithm, Section, ValueModelSettings
 from algorithms.registry import BUILT_IN
 from engine.config.inputs import Data, Lora, Model, Reward, with_home
 from engine.config.learning import KL, Generation, OffPolicy, Rollout, Train
-from engine.config.running import Eval, Launch, Memory, Save, Schedule
+from engine.config.running import Eval, Launch, Memory, Push, Report, Save, Schedule
 
 
 class _Config(Section):
@@ -55,6 +55,8 @@ class _Config(Section):
     launch: Launch = Field(default_factory=Launch)
     eval: Eval = Field(default_factory=Eval)
     save: Save = Field(default_factory=Save)
+    report: Report = Field(default_factory=Report)
+    push: Push = Field(default_factory=Push)
 
     @model_validator(mode="before")
     @classmethod

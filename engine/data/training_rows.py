@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, Data
 from engine.data import checks as data_checks
 from engine.data.encoding import PromptEncoder
 from engine.data.end_of_sequence import stop_token_ids, vocabulary_size
@@ -122,7 +122,8 @@ class _Reader:
             count.tokens += sum(one.length for one in unit)
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
-            why = f"all {count.dropped} are longer than data.max_row_tokens" if count.dropped else "it has no rows"
+            fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
+            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else "it has no rows"
             raise ConfigError(f"no {kind} row is left of {data.task or data.eval_path or data.path}: {why}")
         self.notes.append(count.line(kind, data.max_row_tokens, self.config.trained == "policy"))
         return found
@@ -156,20 +157,7 @@ class _Reader:
         return (self._conversation(messages[:-1], messages[-1:]),)
 
     def _pair(self, columns: dict[str, Any]) -> Unit:
-        data = self.config.data
-        for setting in ("chosen_column", "rejected_column"):
-            if columns.get(name := getattr(data, setting)) is None:
-                raise PromptError(_lacks(columns, f"'{name}' (data.{setting})"))
-        prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
-        if answers[0] == answers[1]:
-            raise PromptError("chosen and rejected are the same: there is nothing to prefer")
-        behind = ""
-        if prompt is None or all(_is_conversation(answer) for answer in answers):
-            prompt, answers = _common_prompt(*answers)
-            behind = " behind what both begin with, which is taken for the prompt"
-        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-            if answer in ("", []):
-                raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
+        prompt, *answers = split_pair(columns, self.config.data)
         chosen, rejected = (self._answered(prompt, answer) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
@@ -271,6 +259,45 @@ class _Reader:
             reward=0.0,
             prompt_text=text,
         )
+
+
+def split_pair(columns: dict[str, Any], data: Data) -> tuple[Any, Any, Any]:
+    """A pair's prompt, chosen and rejected answer, each a string or messages, without the prompt in the answers.
+
+    Raises:
+        PromptError: no column to read, an answer that is empty, or two that are the same.
+    """
+    for setting in ("chosen_column", "rejected_column"):
+        if columns.get(name := getattr(data, setting)) is None:
+            raise PromptError(_lacks(columns, f"'{name}' (data.{setting})"))
+    prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
+    if answers[0] == answers[1]:
+        raise PromptError("chosen and rejected are the same: there is nothing to prefer")
+    behind = ""
+    if prompt is None or all(_is_conversation(answer) for answer in answers):
+        prompt, answers = _common_prompt(*answers)
+        behind = " behind what both begin with, which is taken for the prompt"
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if answer in ("", []):
+            raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
+    return prompt, *answers
+
+
+def answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any, Any], Sample]:
+    """What makes of a prompt and an answer to it, each a string or messages, the tokens that training on them has.
+
+    An empty answer is the token that ends a response alone. What is made raises ``PromptError`` for what cannot be
+    encoded.
+    """
+    reader = _Reader(config, tokenizer, [])
+
+    def answered(prompt: Any, answer: Any) -> Sample:
+        if answer == "":
+            given = reader.encoder.encode(prompt)
+            return reader._sample(given.ids, reader._ended([]), given.text)
+        return reader._answered(prompt, answer)
+
+    return answered
 
 
 def _is_conversation(answer: Any) -> bool:

@@ -150,12 +150,13 @@ def check_positions(config: Config, key: str, path: str, shape: PreTrainedConfig
     positions = model_folder.longest_sequence(shape)
     # vLLM needs a place for one more token where it is asked for log-probabilities.
     spare = 1 if config.generation.backend == "vllm" and key == "model.path" else 0
-    longest = longest_prompt + config.rollout.max_response_tokens + spare
-    if positions is not None and longest > positions:
+    response = config.rollout.max_response_tokens + spare
+    if positions is not None and longest_prompt + response > positions:
+        shorter = " or rollout.max_prompt_tokens" if response < positions else ""  # else no prompt has room
         raise ConfigError(
             f"{key}: '{path}' has {positions} positions, fewer than the longest prompt ({longest_prompt} tokens) and "
             f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) take{' in vLLM' if spare else ''}: "
-            "lower rollout.max_response_tokens or rollout.max_prompt_tokens"
+            f"lower rollout.max_response_tokens{shorter}"
         )
 
 

@@ -122,6 +122,9 @@ def test_long_rows_are_dropped_or_cut(tmp_path: Path) -> None:
     units, notes = load(tmp_path, rows, users.tokenizer(), max_row_tokens=6, too_long="cut")
     assert [one.length for (one,) in units] == [4, 6] and units[1][0].finish_reason == "length"
     assert "1 were longer than data.max_row_tokens (6) and lost their end; 1 more were dropped" in notes[-1]
+    for too_long, why in {"drop": "are longer than", "cut": "have nothing of the loss within"}.items():
+        with pytest.raises(ConfigError, match=f"all 1 {why} data.max_row_tokens"):
+            load(tmp_path, rows[2:], users.tokenizer(), max_row_tokens=6, too_long=too_long)
 
 
 REFUSED = {
