@@ -145,11 +145,16 @@ class Recorder:
             file.write(records.json_line({"step": step, "note": text}) + "\n")
 
     def close(self, summary: dict[str, Any] | None = None, error: BaseException | None = None) -> None:
-        """End the run: the display first, then the files, then the report, also when ``error`` ended it."""
+        """End the run: the display, the files, the report, also when ``error`` ended it; at last the trackers, whose
+        servers may keep it waiting."""
         self._progress.ended = (
             "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "crashed"
         )
         self._end_files()
+        self._write_ending(summary, error)
+        self._trackers.close(error is None)
+
+    def _write_ending(self, summary: dict[str, Any] | None, error: BaseException | None) -> None:
         try:
             if summary is not None:
                 records.write_atomically(self.run_dir / records.SUMMARY, records.json_text(summary))
@@ -164,18 +169,17 @@ class Recorder:
             self.message(f"No report ({problem}); try again with: python -m engine.report {self.run_dir}")
             return
         if error is not None:
-            self.message(
-                f"{self._progress.ended.capitalize()} after step {self._progress.step}; the run so far: {report}"
-            )
+            how = str(self._progress.ended).capitalize()
+            self.message(f"{how} after step {self._progress.step}; the run so far: {report}")
 
     def discard(self) -> None:
         """End a run that was refused: nobody will read its files."""
         self._progress.ended = "stopped"
         self._end_files()
+        self._trackers.close(False)
 
     def _end_files(self) -> None:
         self._display.close()
-        self._trackers.close(self._progress.ended == "done")
         for file in (self._metrics, self._samples, self._tensorboard):
             with suppress(OSError):  # what is still to be written finds no room
                 if file is not None:

@@ -83,6 +83,38 @@ def test_pairs_by_a_reward_model_have_its_scores(gold: Path, tmp_path: Path) -> 
     )
 
 
+def test_conversations_are_judged_by_the_tokens_that_training_has(gold: Path, tmp_path: Path) -> None:
+    """Prompt and answers are messages, the prompt in a column or in both answers; the template is the judge's."""
+    tokenizer = users.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<turn> {{ m['content'] }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}<turn> {% endif %}"
+    )
+    tokenizer.save_pretrained(gold)
+    asked = [{"role": "user", "content": "a b"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("c d e", "h g")]
+    rows = [{"prompt": asked, "chosen": answers[0], "rejected": answers[1]}]
+    rows.append({"chosen": [*asked, *answers[0]], "rejected": [*asked, *answers[1]]})
+    rows.append({"prompt": "a b", "chosen": "c d e", "rejected": "h g"})
+    model, scores = AutoModelForSequenceClassification.from_pretrained(gold).eval(), []
+    for text in ("c d e", "h g"):
+        ids = tokenizer(f"<turn> a b </s> <turn> {text} </s>", add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            scores.append(float(model(ids).logits))
+    better, worse = sorted([0, 1], key=lambda place: -scores[place])
+    for number, row in enumerate(rows):
+        more = [*written(tmp_path / "pairs.jsonl", [row]), "--reward.model", gold, "--launch.device", "cpu"]
+        more += ["--data.chat_template", number == 2]
+        assert relabel(*more, "--output", tmp_path / f"{number}.jsonl") == 0
+        (found,) = response_files.read(tmp_path / f"{number}.jsonl")
+        assert (found["chosen_score"], found["rejected_score"]) == pytest.approx(
+            (scores[better], scores[worse]), abs=1e-5
+        )
+        given = (row["chosen"], row["rejected"])
+        assert (found["chosen"], found["rejected"]) == (given[better], given[worse])
+        assert found.get("prompt") == row.get("prompt") and found["swapped"] == (better == 1)
+
+
 def test_order_ties_and_what_is_said(judge: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*written(tmp_path / "pairs.jsonl", PAIRS), *judge]
     assert relabel(*asked, "--output", tmp_path / "out.jsonl") == 0
