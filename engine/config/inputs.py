@@ -68,8 +68,9 @@ class Data(Section):
     )
     path: str | None = Field(
         None,
-        description="Prompts or rows: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the "
-        "package datasets) or a folder laid out as one. Instead of data.task",
+        description="Prompts or rows: a .jsonl, .json (each may be gzipped: .gz) or .parquet file, a folder by "
+        "save_to_disk or one laid out as a Hugging Face data set, or the name of such a data set (needs the package "
+        "datasets). Instead of data.task",
     )
     name: str | None = Field(
         None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"

@@ -32,10 +32,9 @@ def check(config: Config) -> None:
         raise ConfigError("data.templated says that prompts are in a template already, so leave data.chat_template out")
     train, held_out = origins(data)
     for origin in (train, held_out):
-        if origin is not None and not origin.files and importlib.util.find_spec("datasets") is None:
+        if origin is not None and origin.needs_package and importlib.util.find_spec("datasets") is None:
             raise ConfigError(
-                f"'{origin.path}' is no file here, and a Hugging Face data set needs the package datasets: "
-                "pip install datasets"
+                f"'{origin.path}' is no file here that is read without the package datasets: pip install datasets"
             )
     if held_out is not None and train.overlaps(held_out) and not data.eval_overlap:
         raise ConfigError(

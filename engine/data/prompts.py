@@ -13,7 +13,7 @@ from engine.config.quoted import kind_and_words
 from engine.data import checks as data_checks
 from engine.data.encoding import PromptEncoder
 from engine.data.end_of_sequence import ends_note, stop_token_ids, vocabulary_size
-from engine.data.row_files import Row
+from engine.data.file_formats import Row
 from engine.data.templates import PromptError
 
 if TYPE_CHECKING:
