@@ -20,6 +20,7 @@ from engine.start import checks
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
     "lora.alpha", "lora.target_modules", "data.task", "data.path", "data.name", "data.split", "data.shuffle",
+    "data.mixture", "data.eval_fraction",
     "data.prompt_column", "data.completion_column", "data.messages_column", "data.chosen_column",
     "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long", "data.chat_template",
     "data.templated", "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch",

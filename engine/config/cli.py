@@ -133,7 +133,7 @@ def _file(command: Command) -> dict[str, Any]:
             raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
         if moved := {"name", "output_dir"} & given.keys():
             raise ConfigError(f"{moved.pop()}: a resumed run stays in its folder, {given['resume']}")
-    elif command.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
+    elif command.config is None and not {"model.path", "data.path", "data.mixture", "data.task"} & given.keys():
         known = BUILT_IN.get(given.get("algo", ""))
         command.config = str(quickstart(known is not None and known.batches == "rows"))
     tree = yaml_file.read(command.config) if command.config else {}

@@ -60,6 +60,22 @@ class Lora(Section):
     )
 
 
+class MixtureSource(Section):
+    """One data set of ``data.mixture``."""
+
+    path: str = Field(description="As data.path")
+    name: str | None = Field(None, description="As data.name")
+    split: str = Field("train", description="As data.split")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Its share of the rows, over the sum of all weights")
+    prompt_column: str | None = Field(
+        None, description="What this source calls the column data.prompt_column. Default: the same"
+    )
+    completion_column: str | None = Field(None, description="What it calls data.completion_column")
+    messages_column: str | None = Field(None, description="What it calls data.messages_column")
+    chosen_column: str | None = Field(None, description="What it calls data.chosen_column")
+    rejected_column: str | None = Field(None, description="What it calls data.rejected_column")
+
+
 class Data(Section):
     """Where prompts come from, and what the rows are that an algorithm learns from without sampling."""
 
@@ -78,11 +94,21 @@ class Data(Section):
     split: str = Field(
         "train", description="Split of a Hugging Face data set to train on; a file has none, so leave it out there"
     )
+    mixture: list[MixtureSource] = Field(
+        default_factory=list,
+        description="Several data sets instead of data.path: a list of {path, name, split, weight, prompt_column, "
+        "...}. Every batch has rows of each in proportion to the weights, each in shuffled passes of its own",
+    )
     eval_path: str | None = Field(
         None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
     )
     eval_name: str | None = Field(None, description="Configuration of the Hugging Face data set data.eval_path")
     eval_split: str | None = Field(None, description="Split of the Hugging Face data set data.path to evaluate on")
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Hold out this share of the prompts of data.path or data.mixture, chosen by a hash of the prompt: "
+        "rows with equal prompts are on one side, whatever other rows there are",
+    )
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
     )
@@ -124,6 +150,17 @@ class Data(Section):
         "Default: they are text",
     )
     shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
+
+    @property
+    def label(self) -> str | None:
+        """What the rows are called for people: the task, the data set, or those of a mixture; None without any."""
+        mixture = " + ".join(source.path for source in self.mixture) or None
+        return next((one for one in (self.task, self.path, mixture) if one is not None), None)
+
+    @property
+    def has_held_out(self) -> bool:
+        """True where a setting says what is held out."""
+        return any(one is not None for one in (self.task, self.eval_path, self.eval_split, self.eval_fraction))
 
 
 class Reward(Section):

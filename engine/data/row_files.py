@@ -85,7 +85,7 @@ def locate(key: str, path: str, name: str | None, split: str | None) -> Origin:
     """What a path setting names: what exists here is never taken for a data set of the hub.
 
     Args:
-        key: ``data.path`` or ``data.eval_path``, for messages.
+        key: the setting, which ends with ``path``, for messages.
         split: None stands for ``train``.
 
     Raises:
@@ -217,7 +217,7 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
 
 
 def _sibling(key: str, setting: str) -> str:
-    return f"data.eval_{setting}" if key == "data.eval_path" else f"data.{setting}"
+    return f"{key.removesuffix('path')}{setting}"
 
 
 def _check_agreement(rows: list[Row]) -> None:

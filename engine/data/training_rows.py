@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.config import Config, ConfigError
-from engine.data import checks as data_checks
+from engine.data import sources
 from engine.data.encoding import PromptEncoder
 from engine.data.end_of_sequence import stop_token_ids, vocabulary_size
 from engine.data.file_formats import Row
+from engine.data.stream import Mixed, Part
 from engine.data.templates import PromptError
 from engine.sample import FinishReason, Sample
 
@@ -32,11 +33,9 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """
     notes: list[str] = []
     reader = _Reader(config, tokenizer, notes)
-    train_rows, held_out_rows = _sources(config)
-    train = reader.units(train_rows, "training")
-    if held_out_rows is None:
+    train, held_out = reader.training(), reader.held_out()
+    if not held_out:
         return train, [], notes
-    held_out = reader.units(held_out_rows, "held-out", config.eval.prompts)
     kept = {_tokens(unit) for unit in held_out}
     trained = kept.intersection(_tokens(unit) for unit in train)
     if shared := sum(_tokens(unit) in trained for unit in held_out):
@@ -44,16 +43,11 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     return train, held_out, notes
 
 
-def _sources(config: Config) -> tuple[Iterable[Row], Iterable[Row] | None]:
-    if config.data.task is None:
-        train, held_out = data_checks.origins(config.data)
-        return train.rows(), held_out.rows() if held_out else None
+def _task_rows(config: Config, split: str) -> list[Row]:
     from engine.tasks import addition
 
-    place = f"data.task {config.data.task}"
     rows = addition.preferences if config.algorithm.rows == "pair" else addition.worked
-    found = [[Row(place, i, None, row) for i, row in enumerate(rows(split))] for split in ("train", "held_out")]
-    return found[0], found[1]
+    return [Row(f"data.task {config.data.task}", i, None, row) for i, row in enumerate(rows(split))]
 
 
 def _tokens(unit: Unit) -> tuple[tuple[int, ...], ...]:
@@ -97,8 +91,26 @@ class _Reader:
         if not self.stops:
             self.notes.append("No token ends a response: the model's files name none, so none is learned")
 
-    def units(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Unit]:
-        """The usable rows of a source, at most ``limit``; raises ``ConfigError`` if there is none."""
+    def training(self) -> list[Unit]:
+        """The usable rows of all sources; raises ``ConfigError`` if one has none."""
+        data = self.config.data
+        if data.task is not None:
+            return self.units(_task_rows(self.config, "train"), "training", data.task)
+        found = sources.training(data)
+        parts = [Part(one.name, one.weight, self.units(one.rows(), "training", one.name)) for one in found]
+        return Mixed(parts) if data.mixture else parts[0].items
+
+    def held_out(self) -> list[Unit]:
+        """The held-out ones, none where no setting says what they are; raises ``ConfigError`` likewise."""
+        data, limit = self.config.data, self.config.eval.prompts
+        if data.task is not None:
+            return self.units(_task_rows(self.config, "held_out"), "held-out", data.task, limit)
+        if not (found := sources.held_out(data)):
+            return []
+        return self.units(sources.in_turns(found), "held-out", " + ".join(one.name for one in found), limit)
+
+    def units(self, rows: Iterable[Row], kind: str, source: str, limit: int | None = None) -> list[Unit]:
+        """The usable rows, at most ``limit``; raises ``ConfigError`` if there is none."""
         data, count = self.config.data, _Count()
         found: list[Unit] = []
         for row in rows:
@@ -120,8 +132,9 @@ class _Reader:
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
             why = f"all {count.dropped} are longer than data.max_row_tokens" if count.dropped else "it has no rows"
-            raise ConfigError(f"no {kind} row is left of {data.task or data.eval_path or data.path}: {why}")
-        self.notes.append(count.line(kind, data.max_row_tokens))
+            raise ConfigError(f"no {kind} row is left of {source}: {why}")
+        of = f"{source}: " if data.mixture else ""
+        self.notes.append(of + count.line(kind, data.max_row_tokens))
         return found
 
     def _cut(self, one: Sample) -> Sample:

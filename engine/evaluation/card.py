@@ -32,7 +32,7 @@ def text(place: Place, config: Config, base: str, form: str) -> str:
         "base_model": base,
         "tags": ["tandem", config.algorithm.name],
     }
-    data = config.data.task or config.data.path
+    data = config.data.label
     what = "The adapter of a policy" if form == "adapter" else "A policy"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",

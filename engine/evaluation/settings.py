@@ -81,8 +81,8 @@ class _Sampled(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Fixes what is sampled")
     prompts: Literal["train", "held_out"] | None = Field(
         None,
-        description="Those that a run trains on, or the held-out ones (data.eval_path, data.eval_split, or those of an "
-        "embedded task). Default: held_out where the settings have them",
+        description="Those that a run trains on, or the held-out ones (data.eval_path, data.eval_split, "
+        "data.eval_fraction, or those of an embedded task). Default: held_out where the settings have them",
     )
     limit: Positive | None = Field(None, description="Prompts used, the first ones. Default: all")
     model: _Dtype = Field(default_factory=_Dtype)
@@ -95,9 +95,7 @@ class _Sampled(Section):
     @property
     def held_out(self) -> bool:
         """True where the prompts are the held-out ones."""
-        data = self.data
-        there = data.task is not None or data.eval_path is not None or data.eval_split is not None
-        return there if self.prompts is None else self.prompts == "held_out"
+        return self.data.has_held_out if self.prompts is None else self.prompts == "held_out"
 
 
 class Generate(_Sampled):
@@ -166,7 +164,10 @@ def read(kind: type[S], command: cli.Command, below: Mapping[str, Any], *, usage
 
 
 SOURCES = {
-    "data": ({"task", "path"}, {"task", "path", "name", "split", "eval_path", "eval_name", "eval_split"}),
+    "data": (
+        {"task", "path", "mixture"},
+        {"task", "path", "mixture", "name", "split", "eval_path", "eval_name", "eval_split", "eval_fraction"},
+    ),
     "reward": ({"function", "model", "url"}, {"function", "model", "url", "weights"}),
 }
 """Keys of a section one of which names another source, and those that are about the source of the run then."""

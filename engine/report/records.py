@@ -110,8 +110,10 @@ class RunFiles:
 
     @property
     def data(self) -> str:
-        """The embedded task or the data set, or nothing where no file tells."""
-        return str(self.setting("data", "task") or self.setting("data", "path") or "")
+        """The embedded task, the data set or those of a mixture, or nothing where no file tells."""
+        mixture = self.setting("data", "mixture") or []
+        paths = " + ".join(str(one.get("path")) for one in mixture if isinstance(one, dict))
+        return str(self.setting("data", "task") or self.setting("data", "path") or paths)
 
     def setting(self, section: str, key: str) -> Any:
         """One value of the resolved configuration, or None."""

@@ -56,7 +56,7 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         header={
             "algo": config.algorithm.name,
             "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
-            "data": config.data.task or config.data.path,
+            "data": config.data.label,
             "seed": config.seed,
             "backend": None if config.trains_on_rows else config.generation.backend,
             "world_size": world.size,
@@ -153,7 +153,7 @@ def locate(config: Config, config_file: str | None) -> Path:
             raise ConfigError(f"name: {folder} has just been taken by another run: give another --name") from None
         failures.clear(folder)
         return folder
-    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
+    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "mixture").stem
     name = f"{config.algorithm.name}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine import rewards
 from engine.config import Config, ConfigError
 from engine.data.prompts import Prompt, load_prompts, load_tokenizer
+from engine.data.stream import Mixed
 from engine.data.training_rows import Unit, load_rows
 from engine.models import model_folder, weight_files
 from engine.run_folder import checkpoints
@@ -76,10 +77,13 @@ def read(config: Config) -> Inputs:
     else:
         prompts, held_out, notes = load_prompts(config, tokenizer)
         sources = rewards.read(config, tokenizer)
-        sources.check([*prompts, *held_out])
+        _check_sources(sources, prompts, held_out)
         inputs = Inputs(tokenizer, notes, prompts, held_out, sources)
         for key, (path, shape) in models.items():
             check_positions(config, key, path, shape, inputs.longest_prompt)
+    if isinstance(taken := inputs.rows or inputs.prompts, Mixed):
+        each = config.train.rows_per_step if config.trains_on_rows else config.rollout.prompts_per_step
+        notes.append(taken.line(config.train.steps * each))
     if config.model.path is not None:
         _note_dtype(config, config.model.path, notes)
     return inputs
@@ -150,6 +154,16 @@ def _check_row_positions(key: str, path: str, shape: PreTrainedConfig, longest: 
             f"{key}: '{path}' has {positions} positions, fewer than the longest row takes ({longest} tokens): lower "
             "data.max_row_tokens"
         )
+
+
+def _check_sources(sources: rewards.Sources, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+    """Each source of a mixture has to have the columns that a reward function asks for by their names."""
+    sources.check([*prompts, *held_out])
+    for part in prompts.parts if isinstance(prompts, Mixed) else []:
+        try:
+            sources.check(part.items)
+        except ConfigError as error:
+            raise ConfigError(f"the rows of {part.name}: {error}") from error
 
 
 def _note_dtype(config: Config, path: str, notes: list[str]) -> None:
