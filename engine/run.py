@@ -23,8 +23,9 @@ FIXED = {
     "data.mixture", "data.eval_fraction",
     "data.prompt_column", "data.completion_column", "data.messages_column", "data.chosen_column",
     "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long", "data.chat_template",
-    "data.templated", "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch",
-    "train.minibatches_per_batch", "schedule.placement", "schedule.staleness",
+    "data.chat_template_kwargs", "data.tools_column", "data.templated",
+    "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
+    "schedule.placement", "schedule.staleness",
     "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""

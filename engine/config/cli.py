@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from algorithms.registry import BUILT_IN
 from engine.config import Config, ConfigError, Section, help_text, user_algorithm, yaml_file
@@ -86,7 +87,7 @@ def assign_options(tree: dict[str, Any], kind: type[Section], command: Command) 
     if name := command.without_value:
         raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
     for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
-        yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
+        yaml_file.assign(tree, key, _item(kind, key, text) if is_item(kind, key) else _value(kind, key, text))
 
 
 def read_options(argv: list[str]) -> Command:
@@ -214,14 +215,27 @@ def _value(kind: type[Section], key: str, text: str) -> Any:
     several = container(field)
     if several is None:
         return text
+    read = yaml_file.typed if _holds_anything(field) else yaml_file.value
+    where = f"{key} = {text!r}"
     if text.strip().startswith("{" if several is dict else "["):
-        return yaml_file.value(text, f"{key} = {text!r}")
+        return read(text, where)
     if several is not dict:
         return _parts(text) if text else []
     pairs = [part.partition("=") for part in _parts(text)] if text else []
     if all(name.strip() and equals for name, equals, _ in pairs):
-        return {name.strip(): item for name, _, item in pairs}
-    return yaml_file.value(text, f"{key} = {text!r}")
+        return {name.strip(): read(item, where) if _holds_anything(field) else item for name, _, item in pairs}
+    return read(text, where)
+
+
+def _item(kind: type[Section], key: str, text: str) -> Any:
+    """One item of a mapping: text, unless the mapping takes values of any kind."""
+    field = next(field for leaf, field in leaves(kind) if container(field) is dict and key.startswith(f"{leaf}."))
+    return yaml_file.typed(text, f"{key} = {text!r}") if _holds_anything(field) else text
+
+
+def _holds_anything(field: FieldInfo) -> bool:
+    """True for a mapping whose values are of any kind, read as in a YAML file."""
+    return typing.get_args(field.annotation)[1:] == (Any,)
 
 
 def _parts(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -58,6 +58,14 @@ class Lora(Section):
         default_factory=list,
         description="Linear layers with an adapter, such as [q_proj, v_proj]. Default: all but the head",
     )
+
+
+TAKEN = {
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""What ``apply_chat_template`` takes that is no variable of the template, or that rows and the engine fill."""
 
 
 class MixtureSource(Section):
@@ -127,6 +135,11 @@ class Data(Section):
         "without data.prompt_column in the row, the prompt is what both answers begin with",
     )
     rejected_column: str = Field("rejected", description="The same: column with the worse answer")
+    tools_column: str | None = Field(
+        None,
+        description="Column with the tools of a conversation, for the chat template: a list of JSON schemas, or that "
+        "list as text; null for a row without any. Default: no tools",
+    )
     loss_on: Literal["completion", "assistant"] = Field(
         "completion",
         description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation "
@@ -144,12 +157,23 @@ class Data(Section):
     chat_template: bool = Field(
         False, description="Wrap string prompts as a user message in the tokenizer's chat template"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, wherever it is filled, such as {enable_thinking: false}",
+    )
     templated: bool = Field(
         False,
         description="String prompts are in the model's template already: control tokens written in them count as such. "
         "Default: they are text",
     )
     shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(given.keys() & TAKEN):
+            raise ValueError(f"'{taken[0]}' is no variable of a template that a setting may give: leave it out")
+        return given
 
     @property
     def label(self) -> str | None:

@@ -91,6 +91,8 @@ def _check_task(data: Data) -> None:
         "messages_column",
         "chosen_column",
         "rejected_column",
+        "tools_column",
+        "chat_template_kwargs",
         "templated",
     ):
         if getattr(data, key) != getattr(defaults, key):

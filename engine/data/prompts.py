@@ -16,7 +16,7 @@ from engine.data.end_of_sequence import ends_note, stop_token_ids, vocabulary_si
 from engine.data.file_formats import Row
 from engine.data.sources import Source
 from engine.data.stream import Mixed, Part
-from engine.data.templates import PromptError
+from engine.data.templates import PromptError, tools_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,7 +178,7 @@ class _Reader:
             names = ", ".join(row.columns) or "none"
             raise ConfigError(f"{row.place}: {kind} data has no column '{column}' (data.prompt_column), but {names}")
         try:
-            encoded = self.encoder.encode(row.columns[column])
+            encoded = self.encoder.encode(row.columns[column], tools_of(row.columns, self.config.data))
         except PromptError as error:
             raise ConfigError(f"{row.place}, column '{column}': {error}") from error
         if not encoded.ids:

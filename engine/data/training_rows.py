@@ -11,11 +11,11 @@ import numpy as np
 
 from engine.config import Config, ConfigError
 from engine.data import sources
-from engine.data.encoding import PromptEncoder
+from engine.data.encoding import PLAIN_TOOLS, PromptEncoder, Tools
 from engine.data.end_of_sequence import stop_token_ids, vocabulary_size
 from engine.data.file_formats import Row
 from engine.data.stream import Mixed, Part
-from engine.data.templates import PromptError
+from engine.data.templates import PromptError, tools_of
 from engine.sample import FinishReason, Sample
 
 if TYPE_CHECKING:
@@ -156,14 +156,15 @@ class _Reader:
         if columns.get(data.completion_column) is not None:
             if columns.get(data.prompt_column) is None:
                 raise PromptError(_lacks(columns, f"'{data.prompt_column}' (data.prompt_column)"))
-            return (self._answered(columns[data.prompt_column], columns[data.completion_column]),)
+            prompt, completion = columns[data.prompt_column], columns[data.completion_column]
+            return (self._answered(prompt, completion, tools_of(columns, data)),)
         if columns.get(data.messages_column) is None:
             wanted = f"'{data.completion_column}' (data.completion_column) and no '{data.messages_column}'"
             raise PromptError(_lacks(columns, f"{wanted} (data.messages_column)"))
         messages = columns[data.messages_column]
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or len(messages) < 2:
             raise PromptError(f"a conversation must be a list of at least two messages, not {messages!r:.80}")
-        return (self._conversation(messages[:-1], messages[-1:]),)
+        return (self._conversation(messages[:-1], messages[-1:], tools_of(columns, data)),)
 
     def _pair(self, columns: dict[str, Any]) -> Unit:
         data = self.config.data
@@ -180,16 +181,18 @@ class _Reader:
         for name, answer in zip(("chosen", "rejected"), answers, strict=True):
             if answer in ("", []):
                 raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
-        chosen, rejected = (self._answered(prompt, answer) for answer in answers)
+        chosen, rejected = (self._answered(prompt, answer, tools_of(columns, data)) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
         return dataclasses.replace(chosen, reward=1.0), rejected
 
-    def _answered(self, prompt: Any, completion: Any) -> Sample:
+    def _answered(self, prompt: Any, completion: Any, tools: Tools | None) -> Sample:
         """A prompt and its completion, each a string or messages."""
         if completion in ("", []):
             raise PromptError("the completion is empty: there is nothing in it to learn")
         if isinstance(prompt, str) and isinstance(completion, str) and not self.config.data.chat_template:
+            if tools:
+                raise PromptError(PLAIN_TOOLS)
             given, ids = self.encoder.followed(prompt, completion)
             if not given.ids:
                 raise PromptError(f"the prompt {prompt!r:.80} encodes to no token with this tokenizer")
@@ -200,9 +203,9 @@ class _Reader:
         for part, name in ((prompt, "prompt"), (completion, "completion")):
             if not isinstance(part, list) or not part or not all(isinstance(one, dict) for one in part):
                 raise PromptError(f"the {name} must be a string or chat messages, not {part!r:.80}")
-        return self._conversation(prompt, completion)
+        return self._conversation(prompt, completion, tools)
 
-    def _conversation(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> Sample:
+    def _conversation(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Tools | None) -> Sample:
         """A conversation with the loss on ``answer``, or on every message of the assistant.
 
         A last message of ``prompt`` that is the assistant's is gone on with. Of a turn the loss is of what the template
@@ -215,15 +218,15 @@ class _Reader:
         messages = [*prompt, *answer]
         if prompt[-1].get("role") == "assistant" and len(answer) == 1 and isinstance(answer[0].get("content"), str):
             messages = [*prompt[:-1], prompt[-1] | {"content": str(prompt[-1].get("content")) + answer[0]["content"]}]
-        whole = self.encoder.conversation(messages).ids
-        given = self.encoder.encode(prompt)
+        whole = self.encoder.conversation(messages, tools).ids
+        given = self.encoder.encode(prompt, tools)
         if self.config.data.loss_on == "completion":
             spans = [(self._prefix(given.ids, whole), len(whole))]
         else:
             spans = [
                 (
-                    self._prefix(self.encoder.encode(messages[:place]).ids, whole),
-                    self._prefix(self.encoder.conversation(messages[: place + 1]).ids, whole),
+                    self._prefix(self.encoder.encode(messages[:place], tools).ids, whole),
+                    self._prefix(self.encoder.conversation(messages[: place + 1], tools).ids, whole),
                 )
                 for place, message in enumerate(messages)
                 if place and message.get("role") == "assistant"

@@ -87,7 +87,7 @@ class Classifier:
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
 
     def _templated(self, messages: list[dict[str, Any]], response: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        whole = templates.answered(messages, response, self.policy)
+        whole = templates.answered(messages, response, self.policy, self.data.chat_template_kwargs)
         return str(tokenizer.apply_chat_template(whole, tokenize=False))
 
 
