@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from algorithms.registry import BUILT_IN
-from engine.config import Config, ConfigError, Section, help_text, user_algorithm, yaml_file
+from engine.config import Config, ConfigError, Section, help_text, template_file, user_algorithm, yaml_file
 from engine.config.keys import container, form, is_item, leaves, section_of, unknown
 
 Tree = typing.TypeVar("Tree", bound=Section)
@@ -174,10 +174,12 @@ def load_run(run_dir: Path) -> Config:
 
 
 def _at(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A run's settings without its name and place, and with its own copy of a user's algorithm."""
+    """A run's settings without its name and place, and with its own copies of a user's algorithm and template."""
     here = {key: value for key, value in tree.items() if key not in ("name", "output_dir")}
     if "algo" in here:
         here["algo"] = user_algorithm.in_folder(here["algo"], run_dir)
+    if isinstance(data := here.get("data"), dict) and "chat_template" in data:
+        here["data"] = data | {"chat_template": template_file.in_folder(data["chat_template"], run_dir)}
     return here
 
 

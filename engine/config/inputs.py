@@ -60,6 +60,8 @@ class Lora(Section):
     )
 
 
+SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+"""Words of a command line for yes and no."""
 TAKEN = {
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -154,8 +156,15 @@ class Data(Section):
     eval_overlap: bool = Field(
         False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
     )
-    chat_template: bool = Field(
-        False, description="Wrap string prompts as a user message in the tokenizer's chat template"
+    chat_template: bool | str = Field(
+        False,
+        description="Wrap string prompts as a user message in the tokenizer's chat template; or the .jinja file of a "
+        "template that takes its place, and is saved with the model",
+    )
+    new_special_tokens: list[str] = Field(
+        default_factory=list,
+        description="Special tokens that the tokenizer may lack, such as [<|im_start|>, <|im_end|>]: they get rows in "
+        "embedding and head, and are saved with the model",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -168,12 +177,36 @@ class Data(Section):
     )
     shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
 
+    @field_validator("chat_template", mode="before")
+    @classmethod
+    def _is_switch_or_file(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if (word := given.strip().lower()) in SWITCH:
+            return SWITCH[word]
+        if not given.endswith(".jinja"):
+            raise ValueError("must be true, false or the file of a template, whose name ends with .jinja")
+        return with_home(given)
+
+    @field_validator("new_special_tokens")
+    @classmethod
+    def _are_names(cls, given: list[str]) -> list[str]:
+        for name in given:
+            if name != name.strip() or not name or given.count(name) > 1:
+                raise ValueError(f"{name!r} is empty, has a blank at its border, or comes twice")
+        return given
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(given.keys() & TAKEN):
             raise ValueError(f"'{taken[0]}' is no variable of a template that a setting may give: leave it out")
         return given
+
+    @property
+    def changes_tokenizer(self) -> bool:
+        """True where the policy's tokenizer gets a template from a file or new tokens."""
+        return isinstance(self.chat_template, str) or bool(self.new_special_tokens)
 
     @property
     def label(self) -> str | None:

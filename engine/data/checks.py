@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from engine.config import Config, ConfigError, Data
+from engine.config import Config, ConfigError, Data, template_file
 from engine.data import row_files, sources
 from engine.data.sources import Source
 
@@ -30,6 +30,7 @@ def check(config: Config) -> None:
         )
     if data.templated and data.chat_template:
         raise ConfigError("data.templated says that prompts are in a template already, so leave data.chat_template out")
+    template_file.text(data)
     train, held_out = sources.training(data), sources.held_out(data)
     for source in [*train, *held_out]:
         if source.origin.needs_package and importlib.util.find_spec("datasets") is None:
@@ -93,6 +94,7 @@ def _check_task(data: Data) -> None:
         "rejected_column",
         "tools_column",
         "chat_template_kwargs",
+        "new_special_tokens",
         "templated",
     ):
         if getattr(data, key) != getattr(defaults, key):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from engine import rewards
 from engine.config import Config, ConfigError
-from engine.data.prompts import Prompt, load_prompts, load_tokenizer
+from engine.data import policy_tokens
+from engine.data.prompts import Prompt, load_prompts
 from engine.data.stream import Mixed
 from engine.data.training_rows import Unit, load_rows
 from engine.models import model_folder, weight_files
@@ -63,12 +64,7 @@ def read(config: Config) -> Inputs:
         ConfigError: the first fault, in one line.
     """
     models = _model_configs(config)
-    if config.model.path is None:
-        from engine.tasks import addition
-
-        tokenizer = addition.tokenizer()
-    else:
-        tokenizer = load_tokenizer(config.model.path)
+    tokenizer = policy_tokens.of_run(config)
     if config.trains_on_rows:
         rows, held_out_rows, notes = load_rows(config, tokenizer)
         inputs = Inputs(tokenizer, notes, rows=rows, held_out_rows=held_out_rows)
