@@ -158,7 +158,7 @@ def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
         return kind.model_validate({k: {} if v is None and k in sections else v for k, v in tree.items()})
     except ValidationError as error:
         fault = error.errors()[0]
-        key = ".".join(str(part) for part in fault["loc"])
+        key = _key(kind, fault["loc"])
         if fault["type"] == "extra_forbidden":
             raise ConfigError(unknown(kind, key)) from None
         if isinstance(fault["input"], Mapping) and fault["type"] == "model_type":
@@ -166,6 +166,13 @@ def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
         message = fault["msg"].removeprefix("Value error, ")
         said = f"{message[0].lower()}{message[1:]}{form(kind, key)}"
         raise ConfigError(f"{key} = {fault['input']!r}: {said}") from None
+
+
+def _key(kind: type[Section], place: tuple[int | str, ...]) -> str:
+    """The dotted key of a fault, without what pydantic adds to it where a value may be of several types."""
+    key = ".".join(map(str, place))
+    single = [leaf for leaf, field in leaves(kind) if container(field) is None]
+    return next((leaf for leaf in single if key.startswith(f"{leaf}.")), key)
 
 
 def load_run(run_dir: Path) -> Config:
