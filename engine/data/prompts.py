@@ -135,7 +135,9 @@ class _Reader:
 
     def training(self, found: Sequence[Source], limit: int | None = None) -> list[Prompt]:
         """The usable prompts of all sources, at most ``limit`` of each; raises ``ConfigError`` if one has none."""
-        parts = [Part(one.name, one.weight, self.prompts(one.rows(), "training", one.name, limit)) for one in found]
+        parts = [
+            Part(one.origin.path, one.weight, self.prompts(one.rows(), "training", one.name, limit)) for one in found
+        ]
         return Mixed(parts) if self.config.data.mixture else parts[0].items
 
     def held_out(self, found: Sequence[Source], limit: int | None) -> list[Prompt]:

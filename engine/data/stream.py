@@ -79,11 +79,11 @@ class Mixed(list[Item]):
 
     def line(self, taken: int) -> str:
         """In words: how much there is of each source, and how often it is passed over when so many are taken."""
-        words = (
-            f"{part.name}: {float(share):.1%}, {len(part.items)}, {float(share) * taken / len(part.items):.3g} passes"
-            for part, share in zip(self.parts, self.shares(), strict=True)
-        )
-        return f"mixture  share of the rows taken, rows, passes over them: {'; '.join(words)}"
+        words = []
+        for part, share in zip(self.parts, map(float, self.shares()), strict=True):
+            passes = share * taken / len(part.items)
+            words.append(f"{share:.1%} of {part.name}, {passes:.3g} passes over its {len(part.items)} rows")
+        return f"mixture  {'; '.join(words)}"
 
 
 def over(items: Sequence[Item], seed: int, shuffle: bool = True) -> Stream[Item]:
@@ -103,8 +103,8 @@ class Mixture(Stream[Item]):
 
     Which source a position is of follows from the seed and the position alone: the position's multiple of ``GOLDEN``
     falls into the source's share of all 2**64 numbers. So every stretch of n positions has n times the share of each,
-    but for two or three, and ``cursor`` is again all the state there is. ``epochs`` counts what was taken over what the
-    sources have together.
+    give or take four at most (n up to 4 million; one in 8, two or three in 64), and ``cursor`` is again all the state
+    there is. ``epochs`` counts what was taken over what the sources have together.
     """
 
     def __init__(self, items: Mixed[Item], seed: int, shuffle: bool = True) -> None:

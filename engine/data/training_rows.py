@@ -97,7 +97,7 @@ class _Reader:
         if data.task is not None:
             return self.units(_task_rows(self.config, "train"), "training", data.task)
         found = sources.training(data)
-        parts = [Part(one.name, one.weight, self.units(one.rows(), "training", one.name)) for one in found]
+        parts = [Part(one.origin.path, one.weight, self.units(one.rows(), "training", one.name)) for one in found]
         return Mixed(parts) if data.mixture else parts[0].items
 
     def held_out(self) -> list[Unit]:
