@@ -22,7 +22,10 @@ def check(config: Config) -> None:
     if data.task is not None:
         _check_task(data)
         return
-    _check_mixture(config) if data.mixture else _check_splits(data)
+    if data.mixture:
+        _check_mixture(config)
+    else:
+        _check_splits(data)
     if data.eval_fraction is not None and (data.eval_path or data.eval_split) is not None:
         raise ConfigError(
             "data.eval_fraction holds out some of the training rows, and data.eval_path and data.eval_split name "

@@ -17,8 +17,9 @@ from engine.data.templates import FIRST_STAND_IN, PromptError, render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PADS = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
-"""What padding tokens are called; the second is the name of a new one."""
+NEW_PAD = "<|pad|>"
+PADS = ("<|padding|>", NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+"""What padding tokens are called; the first is Pythia's, the last Llama 3's."""
 
 
 def of_run(config: Config) -> PreTrainedTokenizerBase:
@@ -104,7 +105,7 @@ def _take_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> 
     if tokenizer.pad_token_id not in (None, *ends):
         return
     vocabulary = tokenizer.get_vocab()
-    name = next((name for name in PADS if name in vocabulary and vocabulary[name] not in ends), PADS[1])
+    name = next((name for name in PADS if name in vocabulary and vocabulary[name] not in ends), NEW_PAD)
     _add(tokenizer, [name])
     tokenizer.pad_token = name
 
