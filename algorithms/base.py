@@ -117,6 +117,9 @@ class Algorithm(ABC):
     """What lies side by side in a forward pass: responses by themselves, or pairs of them."""
     batches: ClassVar[Literal["sampler", "rows"]] = "sampler"
     """Where its batches come from: responses that the sampler draws, or rows of a data set."""
+    head: ClassVar[Literal["language", "score"]] = "language"
+    """What the trained model ends in: a policy's head, which gives tokens' log-probabilities, or a reward model's,
+    which gives a whole sequence one number. The second is trained on pairs of a data set's rows."""
 
     def __init_subclass__(cls) -> None:
         if "Settings" in vars(cls) and "section" not in vars(cls):

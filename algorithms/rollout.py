@@ -17,6 +17,9 @@ from kernels.token_losses import KL_ROUNDING
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise sum over the ranks that share a rollout batch; the identity on one rank."""
+ScoreLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A differentiable loss of P pairs, [P] fp32, by the scores of chosen and of rejected responses, [P] fp32 each, and the
+margins between them that the rows ask for, [P] fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,13 @@ class Objective:
     """[T] fp32; None for a likelihood and for pairs."""
     returns: Tensor | None = None
     """[T] fp32, targets of the value model."""
+    score_loss: ScoreLoss | None = None
+    """Of pairs, for a reward model: in the place of a kernel with the arguments ``loss``."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def compares_pairs(self) -> bool:
-        """True where units are pairs, for ``kernels.linear_preference_loss``."""
+        """True where units are pairs, for ``kernels.linear_preference_loss`` or ``score_loss``."""
         return self.units.shape[1] == 2
 
 
@@ -114,3 +119,12 @@ def global_mean(values: Tensor, reduce: Reduce) -> float:
         torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)])
     )
     return float(total[0] / total[1].clamp(min=1))
+
+
+def global_stderr(values: Tensor, reduce: Reduce) -> float | None:
+    """Standard error of ``global_mean``: the values' standard deviation over the root of their number; None for fewer
+    than two values."""
+    wide = values.double()
+    count, total = reduce(torch.stack([torch.full_like(wide.sum(), len(wide)), wide.sum()])).tolist()
+    squares = float(reduce((wide - total / max(count, 1.0)).square().sum()))
+    return (squares / (count - 1) / count) ** 0.5 if count > 1 else None

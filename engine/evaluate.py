@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(argv: list[str]) -> None:
     options = cli.read_options(argv)
     models, run_dir = ([], None) if options.help else entries.named(options.words)
+    checks.check_writes(models)
     run = cli.load_run(run_dir) if run_dir else None
     below = settings.of_run(settings.Evaluate, run) if run else {}
     given = settings.read(settings.Evaluate, options, below, usage=USAGE, description=ABOUT)

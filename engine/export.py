@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.config import ConfigError, cli
 from engine.evaluation import command, places, settings
 from engine.machine import children
+from engine.models import hub
 
 USAGE = "python -m engine.export RUN_OR_CHECKPOINT --output FOLDER [--dtype NUMBERS] [--lora merged|adapter]"
 ABOUT = (
@@ -26,11 +27,15 @@ def _export(argv: list[str]) -> None:
     if given.lora == "adapter" and not cli.load_run(place.run_dir).lora.rank:
         raise ConfigError(f"lora adapter: {place.run_dir} trained the policy's own weights, there is no adapter")
     folder = command.new("output", given.output, "folder")
+    if given.push.hub_id is not None:
+        hub.check("push.hub_id")
     command.prepare_libraries("cpu")
     from engine.evaluation import exporting
 
     exporting.write(place, folder, dtype=given.dtype, form=given.lora, say=print)
     print(f"{folder}: step {place.step} of {place.run_dir}")
+    if given.push.hub_id is not None:
+        print(f"on the hub: {hub.push(folder, given.push.hub_id, given.push.private)}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 def _generate(argv: list[str]) -> None:
     options = cli.read_options(argv)
     place = None if options.help else places.model(command.only_word(options.words, USAGE))
+    checks.check_writes([place] if place else [])
     below = settings.of_run(settings.Generate, cli.load_run(place.run_dir)) if place and place.run_dir else {}
     given = settings.read(settings.Generate, options, below, usage=USAGE, description=ABOUT)
     assert place is not None

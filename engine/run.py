@@ -14,6 +14,7 @@ from engine.config import Config, ConfigError, cli
 from engine.launch import failures, launcher, signals
 from engine.machine import children, devices, disk
 from engine.memory import planning
+from engine.models import hub
 from engine.run_folder import checkpoints, folder
 from engine.start import checks
 
@@ -144,16 +145,20 @@ def _check_resumed_run(config: Config, world_size: int) -> None:
 
 def _check_packages(config: Config) -> None:
     """What this run needs and the package imports without."""
-    needed = {"deepspeed": "training"}
+    setup = "run make setup, or pip install .[gpu]"
+    needed = {"deepspeed": ("training", setup)}
     if config.generation.backend == "vllm":
-        needed["vllm"] = "generation.backend vllm"
+        needed["vllm"] = ("generation.backend vllm", setup)
     if config.lora.rank:
-        needed["peft"] = "lora.rank"
-    for package, purpose in needed.items():
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"the package {package} is missing, {purpose} needs it: run make setup, or pip install .[gpu]"
-            )
+        needed["peft"] = ("lora.rank", setup)
+    for package in config.report.projects:
+        needed[package] = (f"report.{package}", f"pip install {package}, or .[{package}]")
+    for package, (purpose, remedy) in needed.items():
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name, such as the ./wandb of another run
+            raise ConfigError(f"the package {package} is missing, {purpose} needs it: {remedy}")
+    if config.push.hub_id is not None:
+        hub.check("push.hub_id")
     try:
         importlib.metadata.distribution("kernels")
     except importlib.metadata.PackageNotFoundError:

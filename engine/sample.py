@@ -43,6 +43,8 @@ class Sample:
     """[len(response_ids)] bool, the response tokens that the loss is of, such as an assistant's turns in a conversation
     that goes on; None: all of them."""
 
+    margin: float = 0.0
+    """Of a pair's chosen response: by how much a reward model has to score it above the other."""
     ref_logprobs: np.ndarray | None = None
     """[loss_tokens] fp32, nats, of the frozen reference, where they are computed once for a row; else None."""
 

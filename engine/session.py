@@ -332,7 +332,7 @@ class Session:
             return
         result = summary(config, self.state, self._held_out_metrics, peak)
         self._recorder.close(result)
-        go_on = what_next(self.run_dir, model_dir, config.train.steps)
+        go_on = what_next(self.run_dir, model_dir, config.train.steps, config.trained)
         self._recorder.say_last(closing_lines(result, self.run_dir, go_on))
 
     def _lap(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from algorithms.base import Positive, Section
 
@@ -20,7 +20,8 @@ class Model(Section):
 
     path: str | None = Field(
         None,
-        description="Policy to start from: a Hugging Face folder or hub name. Default: with an embedded task, the "
+        description="Policy to start from: a Hugging Face folder or hub name; of --algo reward_model a causal language "
+        "model, which gets a new head, or a reward model to go on with. Default: with an embedded task, the "
         "task's own starting checkpoint, trained once by a short supervised phase and cached",
     )
     value_path: str | None = Field(
@@ -68,6 +69,30 @@ TAKEN = {
     "tokenizer_kwargs",
 }  # fmt: skip
 """What ``apply_chat_template`` takes that is no variable of the template, or that rows and the engine fill."""
+
+
+def _switch_or_file(given: Any) -> Any:
+    """A template's file, or a switch, which a command line gives as text."""
+    if not isinstance(given, str):
+        return given
+    if (word := given.strip().lower()) in SWITCH:
+        return SWITCH[word]
+    if not given.endswith(".jinja"):
+        raise ValueError("must be true, false or the file of a template, whose name ends with .jinja")
+    return with_home(given)
+
+
+def _checked_names(given: list[str]) -> list[str]:
+    for name in given:
+        if name != name.strip() or not name or given.count(name) > 1:
+            raise ValueError(f"{name!r} is empty, has a blank at its border, or comes twice")
+    return given
+
+
+def _checked_variables(given: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(given.keys() & TAKEN):
+        raise ValueError(f"'{taken[0]}' is no variable of a template that a setting may give: leave it out")
+    return given
 
 
 class MixtureSource(Section):
@@ -142,6 +167,11 @@ class Data(Section):
         description="Column with the tools of a conversation, for the chat template: a list of JSON schemas, or that "
         "list as text; null for a row without any. Default: no tools",
     )
+    margin_column: str | None = Field(
+        None,
+        description="With a reward model: column with a number, by how much the better answer's score has to be above "
+        "the other's. Default: 0 for every row",
+    )
     loss_on: Literal["completion", "assistant"] = Field(
         "completion",
         description="With an algorithm that trains on rows: the loss is of what follows the prompt, of a conversation "
@@ -156,17 +186,17 @@ class Data(Section):
     eval_overlap: bool = Field(
         False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
     )
-    chat_template: bool | str = Field(
+    chat_template: Annotated[bool | str, BeforeValidator(_switch_or_file)] = Field(
         False,
         description="Wrap string prompts as a user message in the tokenizer's chat template; or the .jinja file of a "
         "template that takes its place, and is saved with the model",
     )
-    new_special_tokens: list[str] = Field(
+    new_special_tokens: Annotated[list[str], AfterValidator(_checked_names)] = Field(
         default_factory=list,
         description="Special tokens that the tokenizer may lack, such as [<|im_start|>, <|im_end|>]: they get rows in "
         "embedding and head, and are saved with the model",
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_checked_variables)] = Field(
         default_factory=dict,
         description="Variables for the chat template, wherever it is filled, such as {enable_thinking: false}",
     )
@@ -176,32 +206,6 @@ class Data(Section):
         "Default: they are text",
     )
     shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
-
-    @field_validator("chat_template", mode="before")
-    @classmethod
-    def _is_switch_or_file(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        if (word := given.strip().lower()) in SWITCH:
-            return SWITCH[word]
-        if not given.endswith(".jinja"):
-            raise ValueError("must be true, false or the file of a template, whose name ends with .jinja")
-        return with_home(given)
-
-    @field_validator("new_special_tokens")
-    @classmethod
-    def _are_names(cls, given: list[str]) -> list[str]:
-        for name in given:
-            if name != name.strip() or not name or given.count(name) > 1:
-                raise ValueError(f"{name!r} is empty, has a blank at its border, or comes twice")
-        return given
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(given.keys() & TAKEN):
-            raise ValueError(f"'{taken[0]}' is no variable of a template that a setting may give: leave it out")
-        return given
 
     @property
     def changes_tokenizer(self) -> bool:

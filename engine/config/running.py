@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from algorithms.base import NonNegative, Positive, Section
+
+HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
 class Memory(Section):
@@ -81,6 +84,39 @@ class Eval(Section):
         1, description="Responses to each prompt; from two on, whether any is right is measured as well (pass@k)"
     )
     temperature: NonNegative = Field(0.0, description="Sampling temperature of the evaluation; 0 is greedy")
+
+
+class Report(Section):
+    """Copies of the metrics for experiment trackers, beside report.html, metrics.jsonl and TensorBoard events."""
+
+    wandb: str | None = Field(
+        None,
+        description="Project of Weights & Biases to log to (needs the package wandb, and wandb login or "
+        "WANDB_MODE=offline)",
+    )
+    trackio: str | None = Field(None, description="Project of trackio to log to (needs the package trackio)")
+
+    @property
+    def projects(self) -> dict[str, str]:
+        """The projects that are given, by the names of the packages."""
+        given = {"wandb": self.wandb, "trackio": self.trackio}
+        return {name: project for name, project in given.items() if project is not None}
+
+
+class Push(Section):
+    """Uploading the model to the Hugging Face hub when it is done; without this nothing is uploaded."""
+
+    hub_id: str | None = Field(
+        None, description="Repository for the model, NAME or OWNER/NAME (needs hf auth login, or HF_TOKEN)"
+    )
+    private: bool = Field(True, description="Whether a repository that is made for it is private")
+
+    @field_validator("hub_id")
+    @classmethod
+    def _is_name(cls, name: str | None) -> str | None:
+        if name is not None and not HUB_ID.fullmatch(name):
+            raise ValueError("must be NAME or OWNER/NAME, of letters, digits, '-', '_' and '.'")
+        return name
 
 
 class Save(Section):

@@ -17,7 +17,7 @@ from algorithms.base import Algorithm, Section, ValueModelSettings
 from algorithms.registry import BUILT_IN
 from engine.config.inputs import Data, Lora, Model, Reward, with_home
 from engine.config.learning import KL, Generation, OffPolicy, Rollout, Train
-from engine.config.running import Eval, Launch, Memory, Save, Schedule
+from engine.config.running import Eval, Launch, Memory, Push, Report, Save, Schedule
 
 
 class _Config(Section):
@@ -55,6 +55,8 @@ class _Config(Section):
     launch: Launch = Field(default_factory=Launch)
     eval: Eval = Field(default_factory=Eval)
     save: Save = Field(default_factory=Save)
+    report: Report = Field(default_factory=Report)
+    push: Push = Field(default_factory=Push)
 
     @model_validator(mode="before")
     @classmethod
@@ -119,10 +121,15 @@ class _Config(Section):
         return self.algorithm.batches == "rows"
 
     @property
+    def trained(self) -> Literal["policy", "reward_model"]:
+        """The model that the run makes, after which its metrics and the files of its checkpoints are named."""
+        return "reward_model" if self.algorithm.head == "score" else "policy"
+
+    @property
     def measure(self) -> Literal["accuracy", "reward", "loss"]:
-        """What the run is judged by on held-out prompts or rows, and the best policy chosen."""
+        """What the run is judged by on held-out prompts or rows, and the best model chosen."""
         if self.trains_on_rows:
-            return "loss"
+            return "accuracy" if self.trained == "reward_model" else "loss"
         return "accuracy" if self.has_verifier else "reward"
 
     @property

@@ -86,6 +86,10 @@ def _fault(kind: type[Algorithm]) -> str | None:
         return (
             "its batches are rows of a data set, which go with no value_model, kl or policy_ratio: nothing is sampled"
         )
+    if kind.head == "score" and (kind.batches, kind.rows) != ("rows", "pair"):
+        return "its head is a score, which is trained on pairs of a data set's rows: batches = 'rows', rows = 'pair'"
+    if kind.head == "score" and kind.reference:
+        return "its head is a score, which is compared with no reference policy"
     return _fault_of_settings(kind)
 
 
@@ -97,6 +101,7 @@ _CHOICES = {
     "policy_ratio": (True, False),
     "rows": ("single", "pair"),
     "batches": ("sampler", "rows"),
+    "head": ("language", "score"),
 }
 """The values that attributes of a record may have."""
 

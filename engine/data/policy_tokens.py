@@ -10,16 +10,12 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from engine.config import Config, ConfigError, Data, template_file
-from engine.data.end_of_sequence import stop_token_ids
+from engine.data import padding
 from engine.data.prompts import load_tokenizer
 from engine.data.templates import FIRST_STAND_IN, PromptError, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NEW_PAD = "<|pad|>"
-PADS = ("<|padding|>", NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
-"""What padding tokens are called; the first is Pythia's, the last Llama 3's."""
 
 
 def of_run(config: Config) -> PreTrainedTokenizerBase:
@@ -42,17 +38,20 @@ def of_run(config: Config) -> PreTrainedTokenizerBase:
         _check_new_rows(config)
     _add(tokenizer, config.data.new_special_tokens)
     _take_template(tokenizer, config.data)
-    _take_padding(tokenizer, stop_token_ids(config, tokenizer))
+    padding.choose(config, tokenizer)
     return tokenizer
 
 
-def of_model(path: str, data: Data) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that is only sampled from, with the template of a file if there is one.
+def of_model(path: str, data: Data, key: str = "model") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that is not trained, with the template of a file if there is one.
+
+    Args:
+        key: the setting that named it, for messages.
 
     Raises:
         ConfigError: there is none, or it lacks tokens of ``data.new_special_tokens``, for which the model has no rows.
     """
-    tokenizer = load_tokenizer(path, "model")
+    tokenizer = load_tokenizer(path, key)
     if lacking := _lacking(tokenizer, data):
         raise ConfigError(
             f"data.new_special_tokens: '{path}' does not know '{lacking[0]}', and only a run that trains adds tokens"
@@ -99,15 +98,6 @@ def _take_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
             f"{name} ends a turn of the assistant with {behind!r:.80}, in which no special token of this tokenizer is: "
             "name the one that ends it in data.new_special_tokens"
         )
-
-
-def _take_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
-    if tokenizer.pad_token_id not in (None, *ends):
-        return
-    vocabulary = tokenizer.get_vocab()
-    name = next((name for name in PADS if name in vocabulary and vocabulary[name] not in ends), NEW_PAD)
-    _add(tokenizer, [name])
-    tokenizer.pad_token = name
 
 
 def _check_new_rows(config: Config) -> None:

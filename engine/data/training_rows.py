@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, Data
 from engine.data import sources
 from engine.data.encoding import PLAIN_TOOLS, PromptEncoder, Tools
 from engine.data.end_of_sequence import stop_token_ids, vocabulary_size
@@ -64,8 +65,10 @@ class _Count:
     dropped: int = 0
     cut: int = 0
 
-    def line(self, kind: str, longest: int) -> str:
-        line = f"{self.rows} {kind} rows of {self.tokens} tokens, {self.in_loss} of them in the loss"
+    def line(self, kind: str, longest: int, of_tokens: bool) -> str:
+        """A note, with the tokens in the loss where it is of tokens."""
+        line = f"{self.rows} {kind} rows of {self.tokens} tokens"
+        line += f", {self.in_loss} of them in the loss" * of_tokens
         long = f"longer than data.max_row_tokens ({longest})"
         if self.cut:
             line += f"; {self.cut} were {long} and lost their end"
@@ -131,10 +134,11 @@ class _Reader:
             count.tokens += sum(one.length for one in unit)
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
-            why = f"all {count.dropped} are longer than data.max_row_tokens" if count.dropped else "it has no rows"
+            fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
+            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else "it has no rows"
             raise ConfigError(f"no {kind} row is left of {source}: {why}")
         of = f"{source}: " if data.mixture else ""
-        self.notes.append(of + count.line(kind, data.max_row_tokens))
+        self.notes.append(of + count.line(kind, data.max_row_tokens, self.config.trained == "policy"))
         return found
 
     def _cut(self, one: Sample) -> Sample:
@@ -167,24 +171,24 @@ class _Reader:
         return (self._conversation(messages[:-1], messages[-1:], tools_of(columns, data)),)
 
     def _pair(self, columns: dict[str, Any]) -> Unit:
-        data = self.config.data
-        for setting in ("chosen_column", "rejected_column"):
-            if columns.get(name := getattr(data, setting)) is None:
-                raise PromptError(_lacks(columns, f"'{name}' (data.{setting})"))
-        prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
-        if answers[0] == answers[1]:
-            raise PromptError("chosen and rejected are the same: there is nothing to prefer")
-        behind = ""
-        if prompt is None or all(_is_conversation(answer) for answer in answers):
-            prompt, answers = _common_prompt(*answers)
-            behind = " behind what both begin with, which is taken for the prompt"
-        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-            if answer in ("", []):
-                raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
-        chosen, rejected = (self._answered(prompt, answer, tools_of(columns, data)) for answer in answers)
+        prompt, *answers = split_pair(columns, self.config.data)
+        tools = tools_of(columns, self.config.data)
+        chosen, rejected = (self._answered(prompt, answer, tools) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
-        return dataclasses.replace(chosen, reward=1.0), rejected
+        return dataclasses.replace(chosen, reward=1.0, margin=self._margin(columns)), rejected
+
+    def _margin(self, columns: dict[str, Any]) -> float:
+        """By how much the row asks for the chosen answer's score to be above the other's."""
+        name = self.config.data.margin_column
+        if name is None:
+            return 0.0
+        margin = columns.get(name)
+        if margin is None:
+            raise PromptError(_lacks(columns, f"'{name}' (data.margin_column)"))
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+            raise PromptError(f"the margin in column '{name}' is {margin!r:.80}, and must be a finite number")
+        return float(margin)
 
     def _answered(self, prompt: Any, completion: Any, tools: Tools | None) -> Sample:
         """A prompt and its completion, each a string or messages."""
@@ -272,6 +276,47 @@ class _Reader:
             reward=0.0,
             prompt_text=text,
         )
+
+
+def split_pair(columns: dict[str, Any], data: Data) -> tuple[Any, Any, Any]:
+    """A pair's prompt, chosen and rejected answer, each a string or messages, without the prompt in the answers.
+
+    Raises:
+        PromptError: no column to read, an answer that is empty, or two that are the same.
+    """
+    for setting in ("chosen_column", "rejected_column"):
+        if columns.get(name := getattr(data, setting)) is None:
+            raise PromptError(_lacks(columns, f"'{name}' (data.{setting})"))
+    prompt, answers = columns.get(data.prompt_column), (columns[data.chosen_column], columns[data.rejected_column])
+    if answers[0] == answers[1]:
+        raise PromptError("chosen and rejected are the same: there is nothing to prefer")
+    behind = ""
+    if prompt is None or all(_is_conversation(answer) for answer in answers):
+        prompt, answers = _common_prompt(*answers)
+        behind = " behind what both begin with, which is taken for the prompt"
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if answer in ("", []):
+            raise PromptError(f"{name} is empty{behind}: there is nothing in it to prefer or to avoid")
+    return prompt, *answers
+
+
+def answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Sample]:
+    """What makes of a prompt and an answer to it, each a string or messages, the tokens that training on them has.
+
+    A third argument may be the tools that the answer could call.
+
+    An empty answer is the token that ends a response alone. What is made raises ``PromptError`` for what cannot be
+    encoded.
+    """
+    reader = _Reader(config, tokenizer, [])
+
+    def answered(prompt: Any, answer: Any, tools: Tools | None = None) -> Sample:
+        if answer == "":
+            given = reader.encoder.encode(prompt, tools)
+            return reader._sample(given.ids, reader._ended([]), given.text)
+        return reader._answered(prompt, answer, tools)
+
+    return answered
 
 
 def _is_conversation(answer: Any) -> bool:

@@ -1,6 +1,6 @@
-"""What comes after a run: its checkpoints as Hugging Face folders, responses of its models, and figures about them.
+"""What comes after a run: its checkpoints as model folders, responses of its models, a judge served, pairs and figures.
 
-The commands ``engine.export``, ``engine.generate`` and ``engine.evaluate`` import ``settings``, ``checks``,
-``entries``, ``places``, ``response_files`` and ``command`` before torch, and then ``exporting``, ``sampling`` or
+The commands at the top import ``settings``, ``checks``, ``entries``, ``places``, ``pairs``, ``response_files``,
+``reward_server`` and ``command`` before torch, and then ``exporting``, ``sampling``, ``serving``, ``relabelling`` or
 ``evaluating``.
 """

@@ -26,14 +26,16 @@ def text(place: Place, config: Config, base: str, form: str) -> str:
         form: ``merged`` or ``adapter``.
     """
     assert place.run_dir is not None
+    scores = config.trained == "reward_model"
     front = {
         "library_name": "peft" if form == "adapter" else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
         "base_model": base,
         "tags": ["tandem", config.algorithm.name],
     }
     data = config.data.label
-    what = "The adapter of a policy" if form == "adapter" else "A policy"
+    kind = "reward model" if scores else "policy"
+    what = f"The adapter of a {kind}" if form == "adapter" else f"A {kind}"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {place.run_dir.resolve().name}, step {place.step}",

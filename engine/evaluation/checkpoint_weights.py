@@ -1,4 +1,4 @@
-"""The policy's weights out of a checkpoint, whatever ZeRO stage and number of ranks wrote it."""
+"""The trained model's weights out of a checkpoint, whatever ZeRO stage and number of ranks wrote it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ WEIGHTS = "mp_rank_00_model_states.pt"
 """DeepSpeed's file of a whole module, which is there under ZeRO 0 to 2."""
 
 
-def read(checkpoint: Path) -> dict[str, Tensor]:
-    """Every trained parameter of the policy by its name in the module, whole.
+def read(checkpoint: Path, name: str) -> dict[str, Tensor]:
+    """Every trained parameter of a model by its name in the module, whole.
 
     Under ZeRO 0 to 2 these are the module's own, in its own numbers. Under ZeRO-3 they are the optimizer's fp32
     weights, which DeepSpeed's own reader joins from the ranks' parts; rounded they are the module's.
 
+    Args:
+        name: of the model in the checkpoint: ``policy`` or ``reward_model``.
+
     Raises:
         ConfigError: they cannot be read.
     """
-    folder = checkpoint / "policy"
+    folder = checkpoint / name
     try:
         if (folder / WEIGHTS).is_file():
             found = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=False, mmap=True)["module"]
@@ -35,7 +38,7 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
 
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), _quiet():
             joined: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
-                str(checkpoint), tag="policy", exclude_frozen_parameters=True
+                str(checkpoint), tag=name, exclude_frozen_parameters=True
             )
         return joined
     except Exception as error:  # whatever a torn or foreign file makes torch and DeepSpeed say

@@ -1,12 +1,22 @@
-"""What no setting of ``generate`` and ``evaluate`` tells alone, before anything heavy is imported."""
+"""What no setting of a command tells alone, before anything heavy is imported."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
-from engine.config import Config, ConfigError, user_code
+from engine.config import Config, ConfigError, cli, user_code
+from engine.config.inputs import Reward
 from engine.data import checks as data_checks
-from engine.evaluation.settings import Evaluate, Generate
+from engine.evaluation.places import Place
+from engine.evaluation.settings import Evaluate, Generate, Relabel
+
+
+def check_writes(models: Sequence[Place]) -> None:
+    """Raises ConfigError for a model of a run that trained one which writes nothing. Reads the runs' settings alone."""
+    for run_dir in {place.run_dir: None for place in models if place.run_dir is not None}:
+        if cli.load_run(run_dir).trained == "reward_model":
+            raise ConfigError(f"what {run_dir} trained is a reward model: it writes nothing")
 
 
 def check_sampled(given: Generate | Evaluate, config: Config) -> None:
@@ -54,9 +64,28 @@ def check_judge(given: Evaluate) -> None:
         raise ConfigError(
             "nothing judges the responses: give reward.function, reward.model, reward.url or judge.pairwise"
         )
+    _check_reward(reward)
+    if baseline.column is not None and baseline.model is not None:
+        raise ConfigError("give one of baseline.column and baseline.model")
+
+
+def check_relabelled(given: Relabel, config: Config) -> None:
+    """Checks the pairs and what judges them; raises ConfigError likewise."""
+    if given.data.task is None and given.data.path is None:
+        raise ConfigError("data.path is missing: give pairs, or responses, by exactly one of data.task and data.path")
+    data_checks.check(config)
+    if not given.reward.sources:
+        raise ConfigError("nothing judges the pairs: give reward.function, reward.model or reward.url")
+    _check_reward(given.reward)
+    if given.model.path is None and given.reward.model is None and given.data.task is None:
+        raise ConfigError(
+            f"model.path is missing: reward.{given.reward.sources[0]} is given what a model reads, so name the model "
+            "whose tokenizer and chat template write prompts and answers out"
+        )
+
+
+def _check_reward(reward: Reward) -> None:
     if reward.function is not None:
         user_code.check("reward.function", reward.function, "function")
     if unused := [name for name in reward.weights if name not in reward.sources]:
         raise ConfigError(f"reward.weights names '{unused[0]}', but reward.{unused[0]} is not given")
-    if baseline.column is not None and baseline.model is not None:
-        raise ConfigError("give one of baseline.column and baseline.model")

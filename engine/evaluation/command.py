@@ -9,13 +9,14 @@ from pathlib import Path
 from engine.config import ConfigError
 from engine.launch import failures, launcher, signals
 from engine.machine import disk
+from engine.models import hub
 
 
 def run(work: Callable[[list[str]], None], argv: list[str] | None) -> int:
     """Runs a command; gives its exit status.
 
-    That is 0 when it is done, 2 for arguments that cannot work, 1 where a file cannot be written or a judge fails, 130
-    or 143 when stopped by Ctrl-C or SIGTERM.
+    That is 0 when it is done, 2 for arguments that cannot work, 1 where a file cannot be written or uploaded or a judge
+    fails, 130 or 143 when stopped by Ctrl-C or SIGTERM.
     """
     launcher.mute_libraries()
     signals.stop_on_sigterm(False)
@@ -23,7 +24,7 @@ def run(work: Callable[[list[str]], None], argv: list[str] | None) -> int:
         work(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         return failures.refuse(error)
-    except disk.WriteFailed as error:
+    except (disk.WriteFailed, hub.PushFailed) as error:
         return _fail(error)
     except RuntimeError as error:
         from engine.rewards import RewardError  # imports torch

@@ -13,7 +13,9 @@ from engine.evaluation.judging import Judged
 from engine.evaluation.pairwise import PairwiseJudge
 from engine.evaluation.places import Place
 from engine.machine.world import World, joined
+from engine.models import model_folder
 from engine.run_folder.summary import versions
+from engine.start import preflight
 
 
 def evaluate(
@@ -36,6 +38,8 @@ def evaluate(
         paths = {place.name: stack.enter_context(sampling.as_folder(place, say)) for place in models}
         works = {place.name: sampling.task(given, place, paths[place.name], _first_only(say)) for place in models}
         reference = _reference(given, models, paths, run)
+        if reference is not None:
+            preflight.check_causal("reference", reference, model_folder.read_config("reference", reference))
         _check_vocabularies(works, given, reference)
         pairwise = PairwiseJudge(given.judge.pairwise, given.data.prompt_column) if given.judge.pairwise else None
         first = works[models[0].name]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.config import Config, ConfigError, cli
-from engine.data import policy_tokens
+from engine.data import padding, policy_tokens
 from engine.evaluation import card, checkpoint_weights
 from engine.evaluation.places import Place
 from engine.machine.world import joined
 from engine.run_folder import checkpoints
 from engine.start import bootstrap, build, prepared
-from engine.training import export, lora, models, weights
+from engine.training import export, lora, weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +29,12 @@ def write(
     form: Literal["merged", "adapter"] = "merged",
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Writes the policy of a checkpoint to ``folder``, with its tokenizer and a model card.
+    """Writes the policy, or reward model, of a checkpoint to ``folder``, with its tokenizer and a model card.
 
     Args:
         place: a checkpoint.
         dtype: numbers of the weights. Default: the run's.
-        form: of a run with adapters, whether these are merged into the policy or written by themselves.
+        form: of a run with adapters, whether these are merged into the model or written by themselves.
 
     Raises:
         ConfigError: the model that the run began with is gone or another one, or the checkpoint is of another model.
@@ -43,25 +43,27 @@ def write(
     assert place.run_dir is not None
     config, checkpoint = cli.load_run(place.run_dir), Path(place.path)
     source, tokenizer = base(config, say)
-    policy = models.load_policy(source, dtype=getattr(torch, config.model.dtype))
+    if config.trained == "reward_model":
+        padding.give(config, tokenizer)
+    model = build.load_trained(config, source, tokenizer.pad_token_id)
     before = checkpoints.read(checkpoint).base_models.get("model.path")
-    if before not in (None, build.base_digest(policy.model)):
+    if before not in (None, build.base_digest(model.model)):
         raise ConfigError(
             f"'{source}' holds other weights, or another configuration, than when {place.run_dir} began: put the first "
             "ones back"
         )
     if config.lora.rank:
-        lora.add_adapters(policy.model, config.lora, config.seed)
-    checkpoint_weights.load(policy, checkpoint_weights.read(checkpoint), checkpoint)
+        lora.add_adapters(model.model, config.lora, config.seed)
+    checkpoint_weights.load(model, checkpoint_weights.read(checkpoint, config.trained), checkpoint)
     numbers = getattr(torch, dtype or config.model.dtype)
     with export.replacing(folder, then="start again") as partial:
         if form == "adapter":
-            factors = {name: tensor.to(numbers) for name, tensor in weights.module_factors(policy.model)}
-            lora.save(policy.model, factors, partial)
+            factors = {name: tensor.to(numbers) for name, tensor in weights.module_factors(model.model)}
+            lora.save(model.model, factors, partial)
             tokenizer.save_pretrained(partial)
         else:
-            state = {name: tensor.to(numbers) for name, tensor in weights.module_weights(policy)}
-            export.write(policy.model.to(numbers), tokenizer, source, partial, state)
+            state = {name: tensor.to(numbers) for name, tensor in weights.module_weights(model)}
+            export.write(model.model.to(numbers), tokenizer, source, partial, state)
         (partial / "README.md").write_text(card.text(place, config, source, form), encoding="utf-8")
 
 

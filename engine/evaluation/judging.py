@@ -104,7 +104,8 @@ def of_column(prompts: Sequence[Prompt], column: str, tokenizer: PreTrainedToken
         if not isinstance(text, str):
             raise ConfigError(f"baseline.column: '{column}' of prompt {i} (counted from 0) is no text: {text!r:.80}")
         ids = tokenizer.encode(text, add_special_tokens=False)
-        ids += [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        if tokenizer.eos_token_id not in (None, *ids[-1:]):  # some data name it at the end of their texts
+            ids.append(int(tokenizer.eos_token_id))
         one = Sample(i, i, prompt.ids, prompt.columns, ids, "stop", prompt_text=prompt.text, response_text=text)
         samples.append([one])
     return Judged(Place("", f"{COLUMN}{column}", None), samples)

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -123,3 +124,16 @@ def models_of_run(run_dir: Path) -> list[Place]:
     steps = {place.step for place in last}
     kept = [place for place in there(list((run_dir / MODELS).glob("step-*"))) if place.step not in steps]
     return [*sorted(kept, key=lambda place: place.step or 0), *there([run_dir / "best"]), *last]
+
+
+def digest(path: str) -> str:
+    """A model folder's name and the digest of all its files; of a hub name it is the name."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    whole = hashlib.sha256()
+    for file in sorted(one for one in folder.iterdir() if one.is_file() and one.name != "README.md"):
+        whole.update(file.name.encode())
+        with file.open("rb") as opened:
+            whole.update(hashlib.file_digest(opened, "blake2b").digest())
+    return f"{folder.name} ({whole.hexdigest()[:16]})"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from engine.machine import disk
 from engine.report import records
 
 SUFFIXES = (".jsonl", ".parquet")
+OWN = ("row", "sample", "prompt", "response", "prompt_ids", "response_ids", "logprobs", "finish_reason", "raw_prompt")
+"""Columns that a file of responses has besides those of the data."""
 ROWS_AT_A_TIME = 1000
 Rows = list[dict[str, Any]]
 
@@ -28,13 +30,15 @@ class Unfinished:
 
     Args:
         made_by: what the rows depend on, as JSON has it.
+        what: the rows, in words.
 
     Raises:
         ConfigError: there are rows already that something else has made.
     """
 
-    def __init__(self, output: Path, made_by: dict[str, Any]) -> None:
+    def __init__(self, output: Path, made_by: dict[str, Any], what: str = "responses") -> None:
         self.output, self.path = output, output.with_name(f"partial-{output.name}")
+        self._what = what
         self._header = records.json_line({"made_by": made_by}) + "\n"
         self.rows = 0
         """Those that are whole."""
@@ -56,8 +60,8 @@ class Unfinished:
             if other := [key for key in made_by | before if made_by.get(key) != before.get(key)]:
                 key = other[0]
                 raise ConfigError(
-                    f"{self.path} holds responses made with {key} {before.get(key)}, and now it is {made_by.get(key)}: "
-                    "remove it, or give another --output"
+                    f"{self.path} holds {self._what} made with {key} {before.get(key)}, and now it is "
+                    f"{made_by.get(key)}: remove it, or give another --output"
                 )
             self._end = file.tell()
             for line in file:
@@ -85,27 +89,31 @@ class Unfinished:
             self._end = file.tell()
         self.rows += len(rows)
 
-    def finish(self) -> None:
+    def finish(self, kept: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None) -> None:
         """Gives the output its name, with all rows in it.
+
+        Args:
+            kept: what the output has of a row; None leaves the row out. Default: every row as it is.
 
         Raises:
             ConfigError: a .parquet file cannot hold them; they stay in the partial file.
         """
         temporary = self.output.with_name(f".{self.output.name}.tmp")
         with disk.writing(self.output, lambda: disk.clear(temporary), then="start again"):
+            rows = (row for each in self.read() if (row := kept(each) if kept else each) is not None)
             if self.output.suffix == ".parquet":
-                _write_parquet(list(self._read()), temporary)
+                _write_parquet(list(rows), temporary)
             else:
-                with self.path.open("rb") as rows, temporary.open("wb") as file:
-                    rows.readline()
-                    for line in rows:
-                        file.write(line)
+                with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                    for row in rows:
+                        file.write(records.json_line(row) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, self.output)
             self.path.unlink()
 
-    def _read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The rows that are there."""
         with self.path.open(encoding="utf-8") as file:
             file.readline()
             for line in file:

@@ -16,8 +16,8 @@ from engine.data import policy_tokens
 from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import Prompt, load_set
 from engine.evaluation import exporting, samplers, settings, stop_strings
-from engine.evaluation.places import Place
-from engine.evaluation.response_files import Unfinished, check_parquet
+from engine.evaluation.places import Place, digest
+from engine.evaluation.response_files import OWN, Unfinished, check_parquet
 from engine.generation.base import Generator
 from engine.generation.sampling import Sampling
 from engine.machine.world import World
@@ -29,8 +29,6 @@ from engine.start import preflight
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OWN = ("row", "sample", "prompt", "response", "prompt_ids", "response_ids", "logprobs", "finish_reason", "raw_prompt")
-"""Columns that a file of responses has besides those of the data."""
 VLLM_BATCHES = 4
 """Times ``generation.max_batch`` in a chunk of vLLM's, which starts the next response wherever one has ended."""
 
@@ -107,7 +105,7 @@ def task(given: settings.Generate | settings.Evaluate, place: Place, folder: str
     preflight.check_positions(config, "model", folder, shape, found.longest_prompt)
     asked = hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
     made_by = {
-        "model": place.path if place.checkpoint else _digest(folder),
+        "model": place.path if place.checkpoint else digest(folder),
         "prompts": f"{len(prompts)} ({asked[:16]})",
         "seed": given.seed,
         "model.dtype": given.model.dtype,
@@ -117,19 +115,6 @@ def task(given: settings.Generate | settings.Evaluate, place: Place, folder: str
     }
     made_by |= {f"generation.{key}": value for key, value in sampler.model_dump(mode="json").items()}
     return dataclasses.replace(found, made_by=made_by)
-
-
-def _digest(path: str) -> str:
-    """Of all files of a model folder; of a hub name it is the name."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
-    whole = hashlib.sha256()
-    for file in sorted(one for one in folder.iterdir() if one.is_file() and one.name != "README.md"):
-        whole.update(file.name.encode())
-        with file.open("rb") as opened:
-            whole.update(hashlib.file_digest(opened, "blake2b").digest())
-    return f"{folder.name} ({whole.hexdigest()[:16]})"
 
 
 def write(work: Task, output: Path, world: World, say: Say) -> None:

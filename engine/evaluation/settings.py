@@ -14,8 +14,8 @@ from algorithms.base import NonNegative, Positive, Section
 from engine.config import Config, Data, cli, help_text, yaml_file
 from engine.config.inputs import Model, Reward
 from engine.config.keys import leaves
-from engine.config.learning import Generation, Rollout
-from engine.config.running import Launch, Memory
+from engine.config.learning import Generation, Rollout, Train
+from engine.config.running import Launch, Memory, Push
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -28,13 +28,24 @@ def _part(section: type[Section], doc: str, *names: str) -> Any:
     return create_model(section.__name__, __base__=Section, __doc__=doc, **fields)
 
 
+NOT_OF_PAIRS = {"completion_column", "messages_column", "loss_on", "max_row_tokens", "too_long"}
+NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_fraction", "eval_overlap", "shuffle"}
+NOT_OF_PAIRS |= {"mixture", "new_special_tokens"}
+"""Keys of ``data`` that say nothing about pairs to relabel."""
+
 if TYPE_CHECKING:
+    from engine.config.inputs import Data as _Chat
+    from engine.config.inputs import Data as _Pairs
     from engine.config.inputs import Model as _Dtype
     from engine.config.learning import Generation as _Sampler
     from engine.config.learning import Rollout as _Length
+    from engine.config.learning import Train as _Budget
     from engine.config.running import Launch as _Device
     from engine.config.running import Memory as _Cache
 else:
+    _Pairs = _part(Data, "The pairs or responses.", *(name for name in Data.model_fields if name not in NOT_OF_PAIRS))
+    _Chat = _part(Data, "Prompts that are strings.", "chat_template", "chat_template_kwargs")
+    _Budget = _part(Train, "The numbers of tokens that are computed at once.", "tokens_per_microbatch")
     _Dtype = _part(Model, "The numbers that models compute in.", "dtype")
     _Length = _part(Rollout, "Lengths of prompts and responses.", "max_prompt_tokens", "max_response_tokens")
     _Sampler = _part(Generation, "How responses are sampled.", "backend", "stop_tokens", "max_batch")
@@ -73,6 +84,7 @@ class Export(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged", description="Of a run with lora.rank: the whole policy, or its adapter alone in peft's format"
     )
+    push: Push = Field(default_factory=Push)
 
 
 class _Sampled(Section):
@@ -136,6 +148,47 @@ class Evaluate(_Sampled):
         description="Model that KL and perplexity are measured against: the name in the table of one that is "
         "evaluated, a folder or a hub name. Default: of a run, its own reference; else none",
     )
+
+
+class Texts(_Dtype):
+    """The numbers that a reward model computes in, and how texts become tokens."""
+
+    path: str | None = Field(
+        None,
+        description="Model whose tokenizer and chat template write prompts and answers out, a folder or hub name. "
+        "Default: reward.model",
+    )
+
+
+class Relabel(Section):
+    """Pairs in a judge's order."""
+
+    output: str | None = Field(None, description="File to write, .jsonl or .parquet; there must be none of that name")
+    limit: Positive | None = Field(None, description="Rows used, the first ones. Default: all")
+    ties: Literal["drop", "keep"] = Field(
+        "drop", description="Pairs with equal scores: left out, or kept in the order that they are given in"
+    )
+    responses_column: str = Field(
+        "responses", description="Column with a list of responses to data.prompt_column, in rows without a pair"
+    )
+    data: _Pairs = Field(default_factory=_Pairs)
+    reward: Reward = Field(default_factory=Reward)
+    model: Texts = Field(default_factory=Texts)
+    launch: _Device = Field(default_factory=_Device)
+
+
+class ServeReward(Section):
+    """A reward model as an HTTP server."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on. The default is for this machine alone, 0.0.0.0 for any that reaches it",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on; 0 takes a free one")
+    model: _Dtype = Field(default_factory=_Dtype)
+    data: _Chat = Field(default_factory=_Chat)
+    train: _Budget = Field(default_factory=_Budget)
+    launch: _Device = Field(default_factory=_Device)
 
 
 S = TypeVar("S", bound=Section)
@@ -210,14 +263,14 @@ def of_run(kind: type[Section], run: Config) -> dict[str, Any]:
     return tree
 
 
-def as_config(settings: _Sampled, model: str | None) -> Config:
+def as_config(settings: _Sampled | Relabel | ServeReward, model: str | None) -> Config:
     """A run's settings with a command's in them, for the parts of the engine that take these.
 
     Args:
         model: folder or hub name of the policy; None for the starting checkpoint of an embedded task.
     """
     whole = Config()
-    changed: dict[str, Any] = {"seed": settings.seed}
+    changed: dict[str, Any] = {"seed": settings.seed} if isinstance(settings, _Sampled) else {}
     for name in type(settings).model_fields:
         section, ours = getattr(whole, name, None), getattr(settings, name)
         if isinstance(section, Section) and isinstance(ours, Section):
@@ -225,3 +278,13 @@ def as_config(settings: _Sampled, model: str | None) -> Config:
             changed[name] = section.model_copy(update=common)
     changed["model"] = changed["model"].model_copy(update={"path": model})
     return whole.model_copy(update=changed)
+
+
+def as_reward_model(config: Config, folder: str) -> Config:
+    """The settings with a reward model's folder for model and judge alike; prompts are read as a policy saw them."""
+    changed: dict[str, Section] = {
+        "model": config.model.model_copy(update={"path": folder}),
+        "reward": config.reward.model_copy(update={"model": folder}),
+        "data": config.data.model_copy(update={"templated": True}),
+    }
+    return config.model_copy(update=changed)

@@ -1,4 +1,5 @@
 """Commands of async_rlhf in Tandem's settings: ``python -m engine.from_async_rlhf``.
 
-``translation.main`` is for ``__main__`` and tests; ``keys`` lists what each option became.
+``command_line`` is for ``__main__`` and tests; ``translation`` has the scripts that train on samples, ``pipeline`` the
+others, ``keys`` and ``pipeline_keys`` list what each option became.
 """

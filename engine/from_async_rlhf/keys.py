@@ -66,16 +66,18 @@ DERIVED = {
     "lora_r": "lora.rank, if use_peft is true",
     "lora_alpha": "lora.alpha, if use_peft is true",
     "lora_target_modules": "lora.target_modules, if use_peft is true; all-linear is the default here",
+    "report_to": "report.wandb, in WANDB_PROJECT of env, where wandb is among it",
+    "push_to_hub": "push.hub_id, if true",
+    "hub_model_id": "push.hub_id, if push_to_hub is true; a repository that is made is private (push.private)",
     "env": "env",
 }
 """Keys that others take part in."""
 
 _PACKED = "sequences are packed by train.tokens_per_microbatch"
-_REPORT = "runs write report.html, metrics.jsonl and TensorBoard events by themselves"
+_REPORT = "runs write a report, metrics and TensorBoard events by themselves"
 _PLACE = "runs lie in output_dir/name"
 _SAMPLES = "save.samples_per_step writes samples.jsonl"
 _NO_EVAL = "their trainers never evaluate by it; see num_sample_generations"
-_HUB = "nothing is uploaded"
 _COMPUTED = "theirs computes it from the other batch sizes, whatever is given"
 _UNREAD = "none of their training scripts reads it"
 _ONLINE_DPO_UNREAD = [
@@ -101,15 +103,12 @@ LEFT_OUT = {
     "wandb_run_id": _PLACE,
     "run_name": _PLACE,
     "exp_name": _PLACE,
-    "report_to": _REPORT,
     "logging_steps": _REPORT,
     "save_generations": _SAMPLES,
     "eval_strategy": _NO_EVAL,
     "evaluation_strategy": _NO_EVAL,
     "eval_steps": _NO_EVAL,
-    "push_to_hub": _HUB,
-    "hub_model_id": _HUB,
-    "hub_strategy": _HUB,
+    "hub_strategy": "model/ is uploaded at the end alone",
     "sanity_check": "give --train.steps and a small data file",
     "ddp_find_unused_parameters": "DeepSpeed trains on any number of ranks",
     "deepspeed": "train.zero_stage; the launcher's file is read by --accelerate",
@@ -128,19 +127,6 @@ LEFT_OUT = {
     ),
 }
 """Keys without a counterpart, and why."""
-
-NOT_YET = {
-    "task_type": "sft.py",
-    "max_seq_length": "sft.py",
-    "dataset_eval_split": "sft.py and reward_modeling.py",
-    "tokenizer_name": "reward_modeling.py and relabel_with_rm.py",
-    "output_name": "relabel_with_rm.py",
-    "max_new_tokens": "generate_for_eval.py",
-    "ref_model_name": "load_and_eval.py",
-    "gold_model_name": "load_and_eval.py",
-    "gold_tokenizer_name": "load_and_eval.py",
-}
-"""Keys in async_rlhf's own files that only scripts without a counterpart take: these."""
 
 _ONLINE_DPO = {"beta", "label_smoothing", "loss_type", "single", "sync", "vllm_device", "vllm_gpu_memory_utilization"}
 _ONLINE_DPO |= {"save_generations", "disable_dropout", "dataset_num_proc", *_ONLINE_DPO_UNREAD}

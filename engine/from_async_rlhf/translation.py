@@ -1,21 +1,16 @@
-"""A run of async_rlhf as a run of Tandem: python -m engine.from_async_rlhf SCRIPT.py --config THEIR.yml [--key value]
+"""A training run of async_rlhf on sampled responses as a run of Tandem.
 
-SCRIPT.py is one of async_rlhf's (online_dpo.py, rloo.py, ppov2.py), and the command line otherwise what it would get;
-what comes out is a configuration for ``--config``. Every key is either translated, or named in a comment with the
-reason why not; an unknown one is refused. docs/from-async-rlhf.md has the same table.
+Every key is either translated, or named in a note with the reason why not; an unknown one is refused.
+docs/from-async-rlhf.md has the same table.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import sys
 from typing import Any
 
-import yaml
-
-from engine.config import Config, ConfigError, cli, yaml_file
+from engine.config import Config, ConfigError, cli
 from engine.from_async_rlhf.keys import (
     DEFAULTS,
     DERIVED,
@@ -24,7 +19,6 @@ from engine.from_async_rlhf.keys import (
     LAUNCHER,
     LAUNCHER_LEFT_OUT,
     LEFT_OUT,
-    NOT_YET,
     RENAMED,
     SCRIPTS,
 )
@@ -54,8 +48,6 @@ def translate(
     if script not in SCRIPTS:
         raise ConfigError(f"'{script}' is none of {', '.join(SCRIPTS)}")
     for key in theirs:
-        if key in NOT_YET:
-            raise ConfigError(f"'{key}' is a key of {NOT_YET[key]}, which has no counterpart here yet")
         if key in FOREIGN[script] or key not in RENAMED | DERIVED | LEFT_OUT:
             raise ConfigError(f"async_rlhf's {script} has no key '{key}' that this knows: leave it out")
     unread = IGNORED if SCRIPTS[script] != "online_dpo" else set()
@@ -69,9 +61,9 @@ def translate(
     _batches(translated, given, algo, processes)
     _intervals(translated, given)
     _placement(translated, given, processes)
-    _numbers(translated, given, launcher or {})
-    _place(translated, given)
-    notes += _launched(translated, launcher)
+    numbers(translated, given, launcher or {})
+    place(translated, given)
+    notes += launched(translated, launcher)
     tree = nested(translated)
     if "env" in given:
         tree["env"] = given["env"]
@@ -84,11 +76,16 @@ def _algorithm(translated: dict[str, Any], given: dict[str, Any], algo: str) -> 
     if algo in ("ppo", "rloo"):
         translated["kl.coef"] = given["kl_coef"]
     if algo == "online_dpo":
-        translated["dpo.loss"] = _one_of("loss_type", given.get("loss_type", "sigmoid"), LOSSES)
+        translated["dpo.loss"] = one_of("loss_type", given.get("loss_type", "sigmoid"), LOSSES)
     if "cliprange" in given:
         translated |= {"train.clip_low": given["cliprange"], "train.clip_high": given["cliprange"]}
     if given.get("non_eos_penalty"):
         translated["rollout.missing_eos_reward"] = given["penalty_reward_value"]
+    adapters(translated, given)
+
+
+def adapters(translated: dict[str, Any], given: dict[str, Any]) -> None:
+    """LoRA's settings, where theirs has it."""
     if given.get("use_peft"):
         modules = given.get("lora_target_modules", "all-linear")
         translated |= {"lora.rank": given["lora_r"], "lora.alpha": given["lora_alpha"]}
@@ -134,40 +131,48 @@ def _placement(translated: dict[str, Any], given: dict[str, Any], processes: int
     translated["launch.ranks"] = ranks
 
 
-def _numbers(translated: dict[str, Any], given: dict[str, Any], launcher: dict[str, Any]) -> None:
+def numbers(translated: dict[str, Any], given: dict[str, Any], launcher: dict[str, Any]) -> None:
+    """What models compute in, the learning rate's schedule, Adam's decay rates."""
     mixed = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else None
     if mixed is None and "torch_dtype" in given:
-        dtype = _one_of("torch_dtype", given["torch_dtype"], DTYPES)
+        dtype = one_of("torch_dtype", given["torch_dtype"], DTYPES)
     else:
-        dtype = _one_of("mixed_precision", mixed or launcher.get("mixed_precision") or "no", PRECISIONS)
+        dtype = one_of("mixed_precision", mixed or launcher.get("mixed_precision") or "no", PRECISIONS)
     translated["model.dtype"] = dtype or "float32"
-    translated["train.schedule"] = _one_of("lr_scheduler_type", given["lr_scheduler_type"], SCHEDULES)
+    translated["train.schedule"] = one_of("lr_scheduler_type", given["lr_scheduler_type"], SCHEDULES)
     translated["train.adam_betas"] = [given["adam_beta1"], given["adam_beta2"]]
 
 
-def _place(translated: dict[str, Any], given: dict[str, Any]) -> None:
+def place(translated: dict[str, Any], given: dict[str, Any]) -> None:
+    """Where the run lies, and where its metrics and its model go."""
     parent, name = os.path.split(str(given.get("output_dir", "")).rstrip("/"))
     if parent := given.get("output_global_parent_dir", parent):
         translated["output_dir"] = parent
     if name:
         translated["name"] = name
+    to = given.get("report_to")
+    if "wandb" in (to if isinstance(to, list) else [to]):
+        translated["report.wandb"] = str((given.get("env") or {}).get("WANDB_PROJECT", "huggingface"))
+    if given.get("push_to_hub") and "hub_model_id" in given:
+        translated["push.hub_id"] = given["hub_model_id"]
 
 
-def _launched(translated: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:
+def launched(translated: dict[str, Any], launcher: dict[str, Any] | None) -> list[str]:
     """What the launcher's file decides; notes for what it does not."""
     launcher = launcher or {}
     for key in launcher:
         if key not in LAUNCHER | LAUNCHER_LEFT_OUT:
             raise ConfigError(f"accelerate's file has no key '{key}' that this knows: leave it out")
     kind = str(launcher.get("distributed_type", "NO"))
-    clip = _one_of("distributed_type", kind, DISTRIBUTED)
+    clip = one_of("distributed_type", kind, DISTRIBUTED)
     translated["train.max_grad_norm"] = launcher.get("deepspeed_config.gradient_clipping", clip)
     if kind == "DEEPSPEED":
         translated["train.zero_stage"] = launcher.get("deepspeed_config.zero_stage", 2)
     return [f"{key}: {LAUNCHER_LEFT_OUT[key]}" for key in launcher if key in LAUNCHER_LEFT_OUT]
 
 
-def _one_of(key: str, value: Any, allowed: dict[str, Any]) -> Any:
+def one_of(key: str, value: Any, allowed: dict[str, Any]) -> Any:
+    """What ``allowed`` has for a value; raises ConfigError for one that it does not have."""
     if value not in allowed:
         raise ConfigError(f"{key} {value} has no counterpart: it can be {', '.join(allowed)}")
     return allowed[value]
@@ -183,51 +188,3 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             place = place.setdefault(section, {})
         place[leaf] = value
     return tree
-
-
-def read(argv: list[str]) -> tuple[str, dict[str, Any], int, dict[str, Any] | None]:
-    """The arguments of ``translate``; keys of the command line go over those of the file, as theirs do."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("script", choices=SCRIPTS)
-    parser.add_argument("--config", help="their YAML file")
-    parser.add_argument("--accelerate", help="the YAML file that accelerate launch would get")
-    parser.add_argument(
-        "--processes", type=int, help="training processes they would be started with. Default: accelerate's, or 1"
-    )
-    options, rest = parser.parse_known_args(argv)
-    theirs = yaml_file.read(options.config) if options.config else {}
-    while rest:
-        key, *rest = rest
-        if not key.startswith("--"):
-            raise ConfigError(f"'{key}' is not an option")
-        key, _, joined = key.removeprefix("--").partition("=")
-        values = [joined] if joined else []
-        while rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        read_values = [yaml.safe_load(value) for value in values or ["true"]]
-        listed = key == "lora_target_modules"
-        theirs[key.replace("-", "_")] = read_values if listed or len(read_values) > 1 else read_values[0]
-    launcher = None
-    if options.accelerate:
-        launcher = yaml_file.read(options.accelerate)
-        inner = launcher.pop("deepspeed_config", None) or {}
-        launcher |= {f"deepspeed_config.{key}": value for key, value in inner.items()}
-    processes = options.processes or int((launcher or {}).get("num_processes", 1))
-    return options.script, theirs, processes, launcher
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prints the configuration; 2 for what cannot be translated."""
-    try:
-        script, theirs, processes, launcher = read(sys.argv[1:] if argv is None else argv)
-        config, notes = translate(script, theirs, processes, launcher)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"# From async_rlhf's {script}, {processes} training process(es).")
-    for note in notes:
-        print(f"# Not here: {note}")
-    print(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False), end="")
-    return 0

@@ -98,8 +98,8 @@ class Budget:
             )
         vllm = generation.backend == "vllm"
         samples = side == "generate" or (config.generating_ranks == 0 and not config.trains_on_rows)
-        adapters = policy.adapters(config.lora.rank)  # beside all layers, should some have none
         models = _trained(config, policy) if side == "train" else {}
+        adapters = _adapters(config, policy)
         engines = {
             name: training_bytes.Engine(
                 count,
@@ -107,12 +107,12 @@ class Budget:
                 item,
                 stage,
                 ranks,
-                adapters=adapters if name == "policy" else 0,
+                adapters=adapters.get(name, 0),
                 layer=shape.layer if shape.kind in WHOLE_LAYERS else 0,
             )
             for name, (shape, count) in models.items()
         }
-        always = {f"{name} weights": engine.weights for name, engine in engines.items()}
+        always = {f"{_words(name)} weights": engine.weights for name, engine in engines.items()}
         if side == "train":
             for name, count in _frozen(config, policy).items():
                 sharded = training_bytes.Engine(count, policy.embedding, item, 3 if stage == 3 else 0, ranks)
@@ -187,7 +187,7 @@ class Budget:
     def arranged(self, sleep: Sleep, offload: bool, checkpointing: bool, cache: int | None = None) -> Arrangement:
         """The phases under an arrangement, with this KV cache or as much as fits, but no more than can be used."""
         vllm = self.config.generation.backend == "vllm"
-        states = {f"{name} fp32 and AdamW": engine.states for name, engine in self.engines.items()}
+        states = {f"{_words(name)} fp32 and AdamW": engine.states for name, engine in self.engines.items()}
         trainer = states | {"ZeRO-3 buffers": sum(engine.buffers for engine in self.engines.values())}
         weights = {"vLLM weights" if vllm else "sampler's weights": self.sampler_weights}
         sampling, training = {"sampling": self.sampling}, self.training[checkpointing]
@@ -292,14 +292,27 @@ def _policy_shape(config: Config) -> ModelShape:
     return model_shape.from_config(addition.model_config().to_dict())
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _trained(config: Config, policy: ModelShape) -> dict[str, tuple[ModelShape, int]]:
     """Shape and parameters of the trained models."""
-    models = {"policy": (policy, policy.policy)}
+    scores = config.trained == "reward_model"
+    models: dict[str, tuple[ModelShape, int]] = {config.trained: (policy, policy.value if scores else policy.policy)}
     if config.algorithm.value_model:
         path = config.model.value_path
         shape = model_shape.read("model.value_path", path) if path else policy
         models["value"] = (shape, shape.value)
     return models
+
+
+def _adapters(config: Config, policy: ModelShape) -> dict[str, int]:
+    """Parameters that LoRA trains of a model; beside all layers, should some have no adapter. Nothing without LoRA."""
+    if not config.lora.rank:
+        return {}
+    head = policy.hidden if config.trained == "reward_model" else 0
+    return {config.trained: policy.adapters(config.lora.rank) + head}
 
 
 def _frozen(config: Config, policy: ModelShape) -> dict[str, int]:

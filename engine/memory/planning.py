@@ -70,15 +70,16 @@ class MemoryPlan:
             return f"memory   no GPU: KV cache of {gib(self.kv_cache_bytes)} GiB a rank if vLLM samples"
         names = list(dict.fromkeys(part for phase in self.phases.values() for part in phase.parts))
         lines = [f"memory   GiB on each GPU of {gib(self.gpu_bytes)}, predicted; {self.setting}"]
-        lines.append(f"  {'':26}" + "".join(f"{name:>10}" for name in self.phases))
+        width = max(26, *map(len, names))
+        lines.append(f"  {'':{width}}" + "".join(f"{name:>10}" for name in self.phases))
         for name in names:
             cells = (phase.parts.get(name, 0) for phase in self.phases.values())
-            lines.append(f"  {name:26}" + "".join(f"{gib(cell) if cell else '-':>10}" for cell in cells))
+            lines.append(f"  {name:{width}}" + "".join(f"{gib(cell) if cell else '-':>10}" for cell in cells))
         for name, values in (
             ("total", [phase.total for phase in self.phases.values()]),
             ("free", [self.gpu_bytes - phase.total for phase in self.phases.values()]),
         ):
-            lines.append(f"  {name:26}" + "".join(f"{gib(value):>10}" for value in values))
+            lines.append(f"  {name:{width}}" + "".join(f"{gib(value):>10}" for value in values))
         if self.host_bytes:
             lines.append(f"  host memory of a rank: {gib(self.host_bytes)} GiB, pinned")
         return "\n".join([*lines, f"  decision: {self.decision}"])

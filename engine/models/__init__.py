@@ -1,4 +1,5 @@
-"""What a model's folder holds, read before any weights load; the digest that tells its weights from others; its kind.
+"""What a model's folder holds, read before any weights load; the digest that tells its weights from others; its kind;
+the way to the hub.
 
 Every module is for everybody.
 """

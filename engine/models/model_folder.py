@@ -48,6 +48,11 @@ def read_config(key: str, path: str) -> PreTrainedConfig:
     return config
 
 
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """True where the folder says that its weights are a sequence classifier's, such as a reward model's."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
 def longest_sequence(config: PreTrainedConfig) -> int | None:
     """Positions a model has; None for one without a limit."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)

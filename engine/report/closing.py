@@ -14,12 +14,14 @@ A run has one of them: accuracy where every score is 0 or 1, the loss where it t
 LESS_IS_BETTER = ("loss",)
 
 
-def what_next(run_dir: Path, model_dir: Path, steps: int) -> list[str]:
-    """Commands for a run of so many steps that has finished, and the line that loads its policy."""
+def what_next(run_dir: Path, model_dir: Path, steps: int, trained: str) -> list[str]:
+    """Commands for a run of so many steps that has finished, and the line that loads the ``policy`` or
+    ``reward_model`` that it trained."""
+    kind = "AutoModelForSequenceClassification" if trained == "reward_model" else "AutoModelForCausalLM"
     return [
         f"python -m engine.run --resume {run_dir} --train.steps {2 * steps}   # train longer",
         f"tensorboard --logdir {run_dir.parent}",
-        f"AutoModelForCausalLM.from_pretrained('{model_dir}')   # the trained policy",
+        f"{kind}.from_pretrained('{model_dir}')   # the trained {trained.replace('_', ' ')}",
     ]
 
 

@@ -92,8 +92,8 @@ def step_line(progress: Progress) -> str:
             _counter("step", progress.step, progress.total_steps),
             _column("reward ", metrics.get("reward/mean"), 7)
             if "reward/mean" in metrics
-            else _column("loss   ", metrics.get("policy/loss"), 7),
-            _column("acc ", metrics.get("reward/accuracy"), 6, percent),
+            else _column("loss   ", metrics.get("policy/loss", metrics.get("reward_model/loss")), 7),
+            _column("acc ", metrics.get("reward/accuracy", metrics.get("reward_model/accuracy")), 6, percent),
             _column("kl ", metrics.get("kl/ref_mean"), 7),
             _column("ent ", metrics.get("policy/entropy"), 5),
             _column("", metrics.get("tokens_per_second"), 5, unit=" tok/s"),

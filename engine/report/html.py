@@ -133,7 +133,7 @@ def _outcome_card(run: RunFiles) -> str:
         if before is not None and after is not None:
             first, last, change = compared(measure, before, after)
             better = after <= before if measure in LESS_IS_BETTER else after >= before
-            what = "rows" if measure == "loss" else "prompts"
+            what = "rows" if _values(run, "rows/tokens_mean") else "prompts"
             stderr = _values(run, stderr_of(f"eval/{measure}"))
             about = f", {precision(measure, stderr[-1])}" if stderr else ""
             note = f'<span class="{"up" if better else "down"}">{change}</span> on held-out {what}{about}'

@@ -40,6 +40,7 @@ _STYLES = {
 
 _TRENDS = (
     ("accuracy", "reward/accuracy", "green"),
+    ("accuracy", "reward_model/accuracy", "green"),
     ("held-out", "eval/accuracy", "bright_yellow"),
     ("reward", "reward/mean", "blue"),
     ("held-out", "eval/reward", "bright_yellow"),

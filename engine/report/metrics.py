@@ -27,8 +27,9 @@ class Curve:
 CURVES = (
     Curve(
         "Accuracy",
-        "Share of responses that are right: while training (sampled), and on held-out prompts.",
-        {"train": "reward/accuracy", "held-out": "eval/accuracy"},
+        "Share of responses that are right: while training (sampled), and on held-out prompts. Of a reward model the "
+        "share of pairs that it scores in the data's order.",
+        {"train": "reward/accuracy", "held-out": "eval/accuracy", "train, pairs": "reward_model/accuracy"},
         percent,
         from_zero=True,
     ),
@@ -45,9 +46,9 @@ CURVES = (
         from_zero=True,
     ),
     Curve(
-        "Policy loss",
+        "Loss",
         "The surrogate objective, whose level says little and whose jumps say a lot; of rows what is to be minimised.",
-        {"loss": "policy/loss", "held-out": "eval/loss"},
+        {"loss": "policy/loss", "held-out": "eval/loss", "reward model": "reward_model/loss"},
     ),
     Curve(
         "Perplexity",
@@ -77,6 +78,15 @@ CURVES = (
         "Rewards of pairs",
         "DPO's implicit rewards, beta times the log-ratio to the reference, of chosen and rejected responses.",
         {"chosen": "policy/chosen_reward", "rejected": "policy/rejected_reward", "held-out margin": "eval/margin"},
+    ),
+    Curve(
+        "Scores of pairs",
+        "A reward model's: how far those of chosen responses are above those of rejected ones, and the mean of both.",
+        {
+            "margin": "reward_model/reward_margin",
+            "mean": "reward_model/reward_mean",
+            "held-out margin": "eval/reward_margin",
+        },
     ),
     Curve(
         "Pairs told apart",
@@ -112,7 +122,10 @@ CURVES = (
         low=-1.0,
     ),
     Curve(
-        "Gradient norm", "Before clipping.", {"policy": "policy/grad_norm", "value": "value/grad_norm"}, from_zero=True
+        "Gradient norm",
+        "Before clipping.",
+        {"policy": "policy/grad_norm", "value": "value/grad_norm", "reward model": "reward_model/grad_norm"},
+        from_zero=True,
     ),
     Curve("Response length", "Mean tokens a response.", {"tokens": "rollout/response_tokens_mean"}, from_zero=True),
     Curve(
@@ -152,7 +165,13 @@ CURVES = (
         percent,
         exact=True,
     ),
-    Curve("Learning rate", "Of the policy.", {"rate": "policy/lr"}, from_zero=True, exact=True),
+    Curve(
+        "Learning rate",
+        "Of the policy, or the reward model.",
+        {"rate": "policy/lr", "reward model": "reward_model/lr"},
+        from_zero=True,
+        exact=True,
+    ),
 )
 
 NO_PHASES = ("time/step", "time/digest")

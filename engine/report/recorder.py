@@ -4,7 +4,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ from engine.report.display import make_display
 from engine.report.html import write_report
 from engine.report.output import Output
 from engine.report.progress import Progress
+from engine.report.trackers import Trackers
 
 
 class Recorder:
     """Writes metrics.jsonl, samples.jsonl, TensorBoard events and, at the end, summary.json and the report.
+
+    ``projects`` names experiment trackers by their packages, and the project of each; they get the metrics, too, and
+    the run's ``settings``.
 
     A run that starts at step 0 starts new files (an earlier run's are kept as ``previous-…``). One that resumes drops
     what was recorded after ``start_step``, because it is about to record it again. ``live`` forces the live panel or
@@ -26,7 +30,15 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir: Path, *, header: dict[str, Any], total_steps: int, start_step: int = 0, live: bool | None = None
+        self,
+        run_dir: Path,
+        *,
+        header: dict[str, Any],
+        total_steps: int,
+        start_step: int = 0,
+        live: bool | None = None,
+        projects: Mapping[str, str] | None = None,
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.not_finite: dict[str, int] = {}
@@ -52,6 +64,7 @@ class Recorder:
         self._display = make_display(self._progress, self._output, live)
         self._display.open()
         self._tensorboard = self._open_tensorboard(start_step)
+        self._trackers = Trackers(run_dir, projects or {}, settings or {}, start_step == 0, self.message)
 
     def _open_tensorboard(self, start_step: int) -> Any:
         try:
@@ -111,6 +124,7 @@ class Recorder:
             except OSError as problem:  # they are a copy of metrics.jsonl
                 self.message(f"No more TensorBoard events: {problem}")
                 self._tensorboard = None
+        self._trackers.log(step, usable)
         return usable
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -161,6 +175,7 @@ class Recorder:
 
     def _end_files(self) -> None:
         self._display.close()
+        self._trackers.close(self._progress.ended == "done")
         for file in (self._metrics, self._samples, self._tensorboard):
             with suppress(OSError):  # what is still to be written finds no room
                 if file is not None:

@@ -19,6 +19,7 @@ CONFIG = "config.yaml"
 CRASH = "crash.txt"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
+TRACKERS = "trackers.json"
 
 
 def finite(value: Any) -> Any:

@@ -16,7 +16,7 @@ from engine.models import model_folder, weight_files
 from engine.sample import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LANGUAGE_HEADS = ("lm_head.", "embed_out.", "output_projection.")
 """A language model's heads, which a reward model trained from one may still have in its folder."""
@@ -108,11 +108,11 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
     tokenizer = load_tokenizer(path, "reward.model")
     policy = policy or policy_tokens.of_run(config)
     shape = model_folder.read_config("reward.model", path)
-    _check_head(path, name, shape)
+    check_head(path, name, shape)
     text = shape.get_text_config()
     positions = model_folder.longest_sequence(shape)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if tokenizer.get_vocab() == policy.get_vocab():
+    if policy.get_vocab().items() <= tokenizer.get_vocab().items():  # it may have a padding token more
         if positions is not None and longest > positions:
             raise ConfigError(
                 f"{name} takes {positions} tokens at most, fewer than rollout.max_prompt_tokens + "
@@ -146,21 +146,16 @@ def _declared(path: str, file: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _check_head(path: str, name: str, shape: PreTrainedConfig) -> None:
-    """Checks that the weights are those of a decoder with one scoring head, a matrix of one row."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
+def check_head(path: str, name: str, shape: PreTrainedConfig) -> None:
+    """Checks that the weights are those of a decoder with one scoring head, a matrix of one row.
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(shape)
-    except Exception as error:  # there is no classifier of that kind, or whatever else a model's class finds wrong
-        raise ConfigError(f"{name} is no reward model that can be loaded: {_first_line(error)}") from error
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ConfigError(
-            f"{name} ({type(model).__name__}) is no decoder with a head called 'score', the only kind of "
-            "reward model that can be loaded here: serve it and give reward.url"
-        )
+    Args:
+        name: the setting and the model, for messages.
+
+    Raises:
+        ConfigError: they are another model's.
+    """
+    model = check_kind(name, shape)
     weights = weight_files.shapes(path, name)
     backbone = f"{model.base_model_prefix}."
     heads = {
@@ -182,6 +177,28 @@ def _check_head(path: str, name: str, shape: PreTrainedConfig) -> None:
     labels = weights["score.weight"][0]
     if labels != 1:
         raise ConfigError(f"{name} is a classifier with {labels} labels; a reward model has one")
+
+
+def check_kind(name: str, shape: PreTrainedConfig) -> PreTrainedModel:
+    """A sequence classifier of a configuration, without weights.
+
+    Raises:
+        ConfigError: transformers has none of that kind, or it is no decoder with a head called ``score``.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(shape)
+    except Exception as error:  # there is no classifier of that kind, or whatever else a model's class finds wrong
+        raise ConfigError(f"{name} is no reward model that can be loaded: {_first_line(error)}") from error
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ConfigError(
+            f"{name} ({type(model).__name__}) is no decoder with a head called 'score', the only kind of "
+            "reward model that can be loaded here: serve it and give reward.url"
+        )
+    return model
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from algorithms.base import Run
 from algorithms.normalise import by_token
-from algorithms.rollout import Objective, Rollout, every_response, global_mean, kl_tokens, sequence_sums
+from algorithms.rollout import (
+    Objective,
+    Rollout,
+    every_response,
+    global_mean,
+    global_stderr,
+    kl_tokens,
+    sequence_sums,
+)
 from engine.config import Config
 from engine.machine.world import World
 from engine.rollouts import off_policy
@@ -101,6 +109,8 @@ def _fault(config: Config, rollout: Rollout, objective: Objective) -> str | None
     record, loss = config.algorithm, objective.loss
     if objective.compares_pairs != (record.rows == "pair"):
         return f"has units of {objective.units.shape[1]} responses, and its record says rows = {record.rows!r}"
+    if (objective.score_loss is not None) != (record.head == "score"):
+        return f"must have a score_loss if a reward model is trained, and its record says head = {record.head!r}"
     if (objective.returns is not None) != record.value_model:
         return f"must have returns if there is a value model, and its record says value_model = {record.value_model}"
     if loss.get("kl_coef") and rollout.ref_logprobs is None:
@@ -140,13 +150,13 @@ def metrics(samples: Sequence[Sample], rollout: Rollout, world: World, verified:
 
 def row_metrics(samples: Sequence[Sample], update: dict[str, float], world: World) -> dict[str, float]:
     """What rows of a data set look like, over all ranks, and of an update's metrics those that are about them: a loss
-    without a sampled response has no policy ratio."""
+    without a sampled response has no policy ratio. A reward model's loss is of whole sequences."""
     tokens = torch.tensor([float(sample.length) for sample in samples])
     in_loss = torch.tensor([float(sample.loss_tokens) for sample in samples])
     ratios = ("policy/ratio_mean", "policy/clip_fraction", "policy/clamp_fraction")
     return {
         "rows/tokens_mean": global_mean(tokens, world.sum),
-        "rows/loss_tokens_mean": global_mean(in_loss, world.sum),
+        **({"rows/loss_tokens_mean": global_mean(in_loss, world.sum)} if "policy/loss" in update else {}),
         **{name: value for name, value in update.items() if name not in ratios},
     }
 
@@ -175,11 +185,6 @@ def held_out_metrics(samples: Sequence[Sample], config: Config, world: World) ->
 
 
 def _stderr(name: str, values: Sequence[float], world: World) -> dict[str, float]:
-    """``NAME_stderr``: the standard deviation of one value a prompt over the root of their number, over all ranks.
-
-    Nothing for fewer than two prompts.
-    """
-    own = torch.tensor(values, dtype=torch.float64)
-    count, total = world.sum(torch.stack([torch.tensor(float(len(own)), dtype=torch.float64), own.sum()])).tolist()
-    squares = float(world.sum((own - total / max(count, 1.0)).square().sum()))
-    return {f"{name}_stderr": (squares / (count - 1) / count) ** 0.5} if count > 1 else {}
+    """``NAME_stderr``, the standard error of the mean of one value a prompt; nothing for fewer than two prompts."""
+    stderr = global_stderr(torch.tensor(values, dtype=torch.float64), world.sum)
+    return {} if stderr is None else {f"{name}_stderr": stderr}

@@ -15,6 +15,7 @@ from engine.config import Config, ConfigError, cli, template_file, user_algorith
 from engine.launch import failures, launcher
 from engine.machine import deadline, disk
 from engine.memory import model_shape, training_bytes
+from engine.models import hub
 from engine.report import records
 from engine.report.recorder import Recorder
 from engine.run_folder import checkpoints
@@ -27,7 +28,7 @@ MODELS = "models"
 OWN = (
     records.CONFIG, records.METRICS, records.SAMPLES, records.SUMMARY, records.CRASH, records.REPORT,
     records.TENSORBOARD, user_algorithm.COPY, template_file.COPY, "checkpoints", "model", "best", "partial-model",
-    "partial-best", MODELS,
+    "partial-best", MODELS, records.TRACKERS, "wandb",
 )  # fmt: skip
 """What a run makes in its folder; anything else there is somebody's own."""
 
@@ -67,6 +68,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         total_steps=config.train.steps,
         start_step=checkpoints.read(checkpoint).step if checkpoint else 0,
         live=config.live,
+        projects=config.report.projects,
+        settings=config.model_dump(mode="json"),
     )
     try:
         with deadline.last_words(lambda error: recorder.close(error=error)):
@@ -82,6 +85,12 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         if cause is not error:
             raise cause from error
         raise
+    if config.push.hub_id is not None:
+        model = run_dir / "model"
+        try:
+            recorder.say_last(f"{model} is on the hub: {hub.push(model, config.push.hub_id, config.push.private)}")
+        except hub.PushFailed as error:
+            recorder.say_last(str(error))
 
 
 def write_config(config: Config, run_dir: Path) -> None:
@@ -215,8 +224,9 @@ def room_note(config: Config, model: str, run_dir: Path) -> str | None:
     item = training_bytes.item_bytes(config)
     states = 8 if item == 4 and config.train.zero_stage == 0 else 12
     adapters = policy.adapters(config.lora.rank) if config.lora.rank else 0
-    trained = (adapters or policy.policy) + (value.value if config.algorithm.value_model else 0)
-    checkpoint, export = trained * (item + states), policy.policy * item
+    whole = policy.value if config.trained == "reward_model" else policy.policy
+    trained = (adapters or whole) + (value.value if config.algorithm.value_model else 0)
+    checkpoint, export = trained * (item + states), whole * item
     count, every = config.save.keep + 2, config.save.hf_every_steps
     exports = 2 + (config.train.steps // every if every else 0)
     needed = count * checkpoint + exports * export

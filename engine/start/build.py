@@ -50,19 +50,54 @@ def memory_plans(config: Config, world: World) -> dict[Side, planning.MemoryPlan
 class Models:
     """What is trained, and what stays as it is, in host memory until the trainer takes it."""
 
-    policy: models.Policy
+    policy: models.Policy | models.RewardModel
+    """What the run makes."""
     reference: models.Policy | None
     value: models.Value | None
     digests: dict[str, str]
     """Of those that a setting names, by the setting; the same on every rank."""
 
 
-def load_models(config: Config, path: str, world: World, *, checkpointing: bool, say: Callable[[str], None]) -> Models:
+def load_trained(
+    config: Config,
+    path: str,
+    padding: int | None,
+    *,
+    checkpointing: bool = False,
+    check: models.Check | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> models.Policy | models.RewardModel:
+    """The model that the run makes, as it was before training; without adapters.
+
+    Args:
+        path: a folder or hub name.
+        padding: for a reward model the padding token's id, by ``engine.data.padding``.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    if config.trained == "policy":
+        return models.load_policy(path, checkpointing, dtype, check)
+    assert padding is not None
+    model, new_head = models.load_reward_model(path, padding, config.seed, checkpointing, dtype, check)
+    if new_head:
+        say(f"The reward model starts from {path} with a new head, drawn from the seed")
+    return model
+
+
+def load_models(
+    config: Config,
+    path: str,
+    world: World,
+    *,
+    checkpointing: bool,
+    say: Callable[[str], None],
+    padding: int | None = None,
+) -> Models:
     """Loads the models and compares what they compute with transformers; on every rank.
 
     Args:
-        path: the policy's folder or hub name.
+        path: the policy's, or reward model's, folder or hub name.
         checkpointing: recompute activations in the backward pass.
+        padding: as for ``load_trained``.
 
     Raises:
         ConfigError: a model cannot be loaded, or computes something else here.
@@ -73,7 +108,9 @@ def load_models(config: Config, path: str, world: World, *, checkpointing: bool,
         return models.Check(f"{key} '{place}'", world.device)
 
     with _announced("Loading the models to train", "Loaded them", world, say):
-        policy = models.load_policy(path, checkpointing, dtype, check("model.path", path))
+        policy = load_trained(
+            config, path, padding, checkpointing=checkpointing, check=check("model.path", path), say=say
+        )
         digests = {"model.path": _digest(policy.model, world)}  # before adapters change its names
         if config.lora.rank:
             lora.add_adapters(policy.model, config.lora, config.seed)

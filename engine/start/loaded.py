@@ -44,7 +44,8 @@ class Loaded:
 
         plans = build.memory_plans(config, world)
         path = prepared.policy(config, world, say)
-        models = build.load_models(config, path, world, checkpointing=plans["train"].checkpointing, say=say)
+        padding, checkpointing = inputs.tokenizer.pad_token_id, plans["train"].checkpointing
+        models = build.load_models(config, path, world, checkpointing=checkpointing, say=say, padding=padding)
         if config.resume:
             _check_base(Path(config.resume), models.digests)
         export.trial(models.policy.model, inputs.tokenizer, path, f"model.path '{path}'")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from engine import rewards
 from engine.config import Config, ConfigError
-from engine.data import policy_tokens
+from engine.data import padding, policy_tokens
 from engine.data.prompts import Prompt, load_prompts
 from engine.data.stream import Mixed
 from engine.data.training_rows import Unit, load_rows
 from engine.models import model_folder, weight_files
+from engine.rewards import classifier
 from engine.run_folder import checkpoints
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def read(config: Config) -> Inputs:
     tokenizer = policy_tokens.of_run(config)
     if config.trains_on_rows:
         rows, held_out_rows, notes = load_rows(config, tokenizer)
+        if config.trained == "reward_model" and (note := padding.give(config, tokenizer)):
+            notes.append(note)
         inputs = Inputs(tokenizer, notes, rows=rows, held_out_rows=held_out_rows)
         for key, (path, shape) in models.items():
             _check_row_positions(key, path, shape, inputs.longest_row)
@@ -113,16 +116,28 @@ def _model_configs(config: Config) -> dict[str, tuple[str, PreTrainedConfig]]:
     }
     found = {key: (path, model_folder.read_config(key, path)) for key, path in paths.items() if path is not None}
     if "model.path" in found:
-        check_causal("model.path", *found["model.path"])
+        check = _check_scoring if config.trained == "reward_model" else check_causal
+        check("model.path", *found["model.path"])
     if "model.reference_path" in found:
         check_causal("model.reference_path", *found["model.reference_path"])
     return found
+
+
+def _check_scoring(key: str, path: str, shape: PreTrainedConfig) -> None:
+    """Raises ConfigError for a model that is neither a reward model nor a language model that can become one."""
+    if model_folder.is_classifier(shape):
+        classifier.check_head(path, f"{key}: '{path}'", shape)
+    else:
+        check_causal(key, path, shape)
+        classifier.check_kind(f"{key}: '{path}'", shape)
 
 
 def check_causal(key: str, path: str, shape: PreTrainedConfig) -> None:
     """Raises ConfigError for a model that is no causal language model; ``key`` is the setting that named it."""
     from transformers import AutoModelForCausalLM
 
+    if model_folder.is_classifier(shape):
+        raise ConfigError(f"{key}: '{path}' ({shape.model_type}) is a reward model: it writes nothing")
     if type(shape) not in AutoModelForCausalLM._model_mapping or getattr(shape, "is_encoder_decoder", False):
         raise ConfigError(
             f"{key}: '{path}' ({shape.model_type}) is no causal language model, the only kind that can be a policy"
@@ -134,12 +149,13 @@ def check_positions(config: Config, key: str, path: str, shape: PreTrainedConfig
     positions = model_folder.longest_sequence(shape)
     # vLLM needs a place for one more token where it is asked for log-probabilities.
     spare = 1 if config.generation.backend == "vllm" and key == "model.path" else 0
-    longest = longest_prompt + config.rollout.max_response_tokens + spare
-    if positions is not None and longest > positions:
+    response = config.rollout.max_response_tokens + spare
+    if positions is not None and longest_prompt + response > positions:
+        shorter = " or rollout.max_prompt_tokens" if response < positions else ""  # else no prompt has room
         raise ConfigError(
             f"{key}: '{path}' has {positions} positions, fewer than the longest prompt ({longest_prompt} tokens) and "
             f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) take{' in vLLM' if spare else ''}: "
-            "lower rollout.max_response_tokens or rollout.max_prompt_tokens"
+            f"lower rollout.max_response_tokens{shorter}"
         )
 
 

@@ -85,11 +85,14 @@ def _key(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _write(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     path = str(config.model.path)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
+        names = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []
+        scores = any(name.endswith("ForSequenceClassification") for name in names)
+        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(path, dtype="auto", trust_remote_code=False)
     except Exception as error:  # whatever the library says of a folder
         raise ConfigError(f"model.path '{path}' cannot be loaded: {' '.join(str(error).split()):.300}") from error
     known, rows = policy_tokens.size(load_tokenizer(path)), len(model.get_input_embeddings().weight)
@@ -118,7 +121,8 @@ def _fill(model: Any, known: int, rows: int, tokens: int) -> None:
     """
     known = min(known, rows)
     new = [*range(known, min(tokens, rows)), *range(rows, len(model.get_input_embeddings().weight))]
-    head: nn.Linear = model.get_output_embeddings()
-    weights: list[Tensor | None] = [model.get_input_embeddings().weight, head.weight, head.bias]
+    head: nn.Linear | None = model.get_output_embeddings()
+    weights: list[Tensor | None] = [model.get_input_embeddings().weight]
+    weights += [] if head is None else [head.weight, head.bias]
     for weight in {id(one): one for one in weights if one is not None}.values():
         weight[new] = weight[:known].double().mean(0).to(weight.dtype)

@@ -12,7 +12,7 @@ SAMPLED_KEYS = (
 """What only a run that samples can honour, sections and single keys."""
 ROW_KEYS = (
     "train.epochs", "train.rows_per_step", "data.completion_column", "data.messages_column", "data.chosen_column",
-    "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long",
+    "data.rejected_column", "data.margin_column", "data.loss_on", "data.max_row_tokens", "data.too_long",
 )  # fmt: skip
 """What only a run that trains on rows can honour."""
 
@@ -26,6 +26,10 @@ def check(config: Config) -> None:
     name, defaults = config.algorithm.name, dict(cli.flat(Config()))
     if config.trains_on_rows and config.algorithm.rows == "pair" and config.data.loss_on == "assistant":
         raise ConfigError(f"data.loss_on assistant: {name} compares two completions of one prompt: leave it out")
+    if config.trains_on_rows and config.trained == "policy" and config.data.margin_column is not None:
+        raise ConfigError(f"data.margin_column is a part of a reward model's loss, and {name} has none: leave it out")
+    if config.trained == "reward_model" and config.train.entropy_coef:
+        raise ConfigError(f"train.entropy_coef is about a policy, and {name} trains none: leave it out")
     for key, value in cli.flat(config):
         if value == defaults.get(key, value):
             continue

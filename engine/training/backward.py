@@ -1,4 +1,5 @@
-"""Forward and backward passes of a microbatch, by the policy's loss and the value model's, and what they measure."""
+"""Forward and backward passes of a microbatch, by the losses of policy, value model and reward model, and what they
+measure."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from algorithms.base import ValueModelSettings
 from algorithms.rollout import Objective
 from algorithms.value import value_loss
 from engine.config.learning import Train
+from engine.sample import Sample
 from engine.training import zero
 from engine.training.averages import Averages
 from engine.training.packing import Microbatch
@@ -97,6 +99,50 @@ def _policy_arguments(weight: Tensor, row: dict[str, Tensor], loss: dict[str, An
     if "is_cap" in loss:
         arguments["behaviour_logprobs"] = row["sampler_logprobs"]
     return arguments
+
+
+def score_pass(
+    reward_model: DeepSpeedEngine,
+    batch: Microbatch,
+    weight: Tensor,
+    samples: Sequence[Sample],
+    objective: Objective,
+    averages: Averages,
+) -> Tensor:
+    """Accumulates the gradient of a reward model's loss; gives the microbatch's part of the loss.
+
+    Args:
+        weight: [P] fp32, of the microbatch's pairs.
+        samples: this rank's.
+    """
+    losses, chosen, rejected = score_losses(reward_model, batch, samples, objective)
+    loss = (losses * weight).sum()
+    zero.backward(reward_model, loss * zero.loss_scale(reward_model))
+    pairs = len(losses) * batch.counts
+    for name, values in measured_scores(chosen.detach(), rejected.detach()).items():
+        averages.add(f"reward_model/{name}", values.sum() * batch.counts, pairs)
+    return loss.detach()
+
+
+def score_losses(
+    reward_model: DeepSpeedEngine, batch: Microbatch, samples: Sequence[Sample], objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[P] fp32 losses of a microbatch's pairs, and the scores of their chosen and rejected responses."""
+    chosen, rejected = reward_model(batch).view(-1, 2).unbind(1)
+    margins = torch.zeros_like(chosen)  # a placeholder's pair has no row to ask for one
+    if batch.counts:
+        margins = torch.tensor([samples[place].margin for place in batch.indices[::2]]).to(chosen)
+    assert objective.score_loss is not None
+    return objective.score_loss(chosen, rejected, margins), chosen, rejected
+
+
+def measured_scores(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """What is told of a reward model's scores, [P] each: whether a pair's are in order, their difference and mean."""
+    return {
+        "accuracy": (chosen > rejected).float(),
+        "reward_margin": chosen - rejected,
+        "reward_mean": (chosen + rejected) / 2,
+    }
 
 
 def value_pass(

@@ -24,7 +24,7 @@ from engine.training.packing import Microbatch, pack
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from engine.training.models import Policy, Value
+    from engine.training.models import Policy
 
 LENGTHS = (33, 21)
 """Tokens of the two sequences: longer than the windows of small models."""
@@ -78,9 +78,9 @@ def check_policy(policy: Policy, own: Own, name: str) -> None:
     _check(policy.model, lambda batch: policy(batch, backend="reference"), own, name)
 
 
-def check_scores(value: Value, own: Own, name: str) -> None:
-    """The same of the scores at the last tokens."""
-    _check(value.model, lambda batch: value(batch)[1], own, name)
+def check_scores(model: PreTrainedModel, scores: Callable[[Microbatch], Tensor], own: Own, name: str) -> None:
+    """The same of a sequence classifier's scores at the last tokens, as our head gives them."""
+    _check(model, scores, own, name)
 
 
 def _sequences(config: Any) -> list[Sample]:

@@ -92,7 +92,7 @@ def write(
 ) -> None:
     """Writes a model with these weights, its generation settings and its tokenizer."""
     settings = cached_file(source, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
-    with _saved_apart(model, bool(settings)):
+    with _saved_apart(model, bool(settings) and model.can_generate()):
         model.save_pretrained(folder, state_dict=state)
     if settings:
         shutil.copyfile(settings, folder / GENERATION_CONFIG)
@@ -102,9 +102,10 @@ def write(
 @contextmanager
 def _saved_apart(model: Any, apart: bool) -> Iterator[None]:
     """Keeps transformers from checking a model's generation settings: it loads some that it refuses to save."""
-    own = model.generation_config
-    if apart:
-        model.generation_config = GenerationConfig()
+    if not apart:
+        yield
+        return
+    own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:

@@ -22,6 +22,8 @@ from engine.config import ConfigError, Lora
 
 FACTOR = re.compile(r"\.lora_([AB])\.default\.weight$")
 """Ends the names of an adapter's two matrices: A is [rank, in], B is [out, rank]."""
+SCORE = "score"
+"""What transformers calls the head of a sequence classifier."""
 BASE = ".base_layer."
 """What peft puts into the names of the weights and biases that an adapter stands beside."""
 
@@ -30,7 +32,7 @@ def add_adapters(model: Any, settings: Lora, seed: int) -> None:
     """Puts an adapter beside each linear layer that is asked for and freezes all else; B is zero, so nothing changes.
 
     Args:
-        model: a transformers model; its language-model head gets no adapter.
+        model: a transformers model; its head gets no adapter, and where that is a reward model's it is trained itself.
         settings: ``lora``, with a rank.
         seed: fixes A, whatever was drawn before.
 
@@ -39,7 +41,8 @@ def add_adapters(model: Any, settings: Lora, seed: int) -> None:
     """
     import peft
 
-    head = model.get_output_embeddings()
+    score = getattr(model, SCORE, None)
+    head = score or model.get_output_embeddings()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     chosen = list(linear)
     if targets := settings.target_modules:
@@ -49,7 +52,7 @@ def add_adapters(model: Any, settings: Lora, seed: int) -> None:
             raise ConfigError(f"lora.target_modules: the model has no linear layer '{unknown[0]}', only: {there}")
     options = peft.LoraConfig(
         base_model_name_or_path=model.name_or_path,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if score else "CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=chosen,
@@ -58,6 +61,9 @@ def add_adapters(model: Any, settings: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(options, model)
+    if score:
+        score.requires_grad_(True)
+        options.modules_to_save = [SCORE]  # for who loads the adapter; peft would put a copy of the head beside it
     for parameter in model.parameters():  # not the whole model: the frequencies of RoPE stay in fp32
         parameter.data = parameter.data.to(model.dtype)
 
@@ -110,9 +116,9 @@ def merged(named: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[tu
             yield base_name(name), tensor
 
 
-def save(model: Any, factors: dict[str, Tensor], folder: Path) -> None:
-    """Writes the adapters, given by their names in ``model``, in peft's own format."""
+def save(model: Any, trained: dict[str, Tensor], folder: Path) -> None:
+    """Writes what LoRA trains of ``model``, given by its names there, in peft's own format."""
     folder.mkdir(parents=True)
     model.peft_config["default"].save_pretrained(folder)
-    named = {f"base_model.model.{name.replace('.default.', '.')}": factor for name, factor in factors.items()}
+    named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Policy and value model: a transformers backbone over packed rows, with our own head.
+"""Policy, value model and reward model: a transformers backbone over packed rows, with our own head.
 
 The heads are modules that are called, so that ZeRO-3's hooks gather their weight.
 """
@@ -102,6 +102,19 @@ class Value(nn.Module):
         return values.split([len(batch.rows), len(batch.last)])
 
 
+class RewardModel(nn.Module):
+    """A score of a whole sequence: a sequence classifier with one label, read at the last token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        """Scores of the sequences, [S] fp32."""
+        scores: Tensor = self.model.score(_hidden(self.model, batch)[batch.last])
+        return scores[:, 0].float()
+
+
 def _hidden(model: Any, batch: Microbatch) -> Tensor:
     """[N, H] last hidden states of a packed row."""
     return model.base_model(
@@ -147,12 +160,7 @@ def load_value(
     check: Check | None = None,
 ) -> tuple[Value, bool]:
     """A value model likewise, and whether its head is new (a causal model has none: it starts at zero)."""
-    model, missing = _load(AutoModelForSequenceClassification, path, dtype, allow_missing=("score.",), num_labels=1)
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ConfigError(
-            f"'{path}' ({type(model).__name__}) is no decoder with a linear head called 'score', the only kind of "
-            "value or reward model that can be loaded here; a reward model of another kind can be served: reward.url"
-        )
+    model, missing = _load_classifier(path, dtype)
     own = None
     if check:
         if missing:  # a head of zeros would hide what the rest computes
@@ -160,12 +168,65 @@ def load_value(
         own = behaviour.own_scores(model.to(check.device), check.name)
     value = Value(_packed(_prepare(model, gradient_checkpointing), path))
     if check and own:
-        behaviour.check_scores(value, own, check.name)
+        behaviour.check_scores(model, lambda batch: value(batch)[1], own, check.name)
         value.to("cpu")
     if missing:
         for parameter in model.score.parameters():
             nn.init.zeros_(parameter)
     return value, bool(missing)
+
+
+def load_reward_model(
+    path: str,
+    padding: int,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    check: Check | None = None,
+) -> tuple[RewardModel, bool]:
+    """A reward model likewise, and whether its head is new.
+
+    A new head is drawn from the seed, from a normal distribution of variance 1 / (hidden size + 1), as by Stiennon et
+    al. 2020 (arXiv 2009.01325): of normalised states it makes scores about as far apart as 1.
+
+    Args:
+        path: of a causal language model, or of a sequence classifier with one label to go on with.
+        padding: token id that the model's configuration is to name, so that transformers finds the last token of a
+            padded sequence; an id behind the vocabulary gets an embedding of zeros.
+    """
+    model, missing = _load_classifier(path, dtype)
+    if missing:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(model.score.weight.shape, generator=generator) / (model.score.in_features + 1) ** 0.5
+        with torch.no_grad():
+            model.score.weight.copy_(drawn)
+    own = behaviour.own_scores(model.to(check.device), check.name) if check else None
+    _name_padding(model, padding)
+    reward_model = RewardModel(_packed(_prepare(model, gradient_checkpointing), path))
+    if check and own:
+        behaviour.check_scores(model, reward_model, own, check.name)
+        reward_model.to("cpu")
+    return reward_model, bool(missing)
+
+
+def _name_padding(model: Any, padding: int) -> None:
+    config = model.config.get_text_config()
+    config.pad_token_id = padding
+    if padding >= config.vocab_size:
+        model.resize_token_embeddings(padding + 1, mean_resizing=False)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[padding].zero_()
+
+
+def _load_classifier(path: str, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """A sequence classifier with one label, and the names of its head's weights where these are missing."""
+    model, missing = _load(AutoModelForSequenceClassification, path, dtype, allow_missing=("score.",), num_labels=1)
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ConfigError(
+            f"'{path}' ({type(model).__name__}) is no decoder with a linear head called 'score', the only kind of "
+            "value or reward model that can be loaded here; a reward model of another kind can be served: reward.url"
+        )
+    return model, missing
 
 
 def _load(

@@ -17,7 +17,7 @@ from engine.machine.world import World
 from engine.sample import Sample
 from engine.training import learning_rate, liger, lora, models, residual, zero
 from engine.training.averages import Averages
-from engine.training.backward import policy_pass, value_pass
+from engine.training.backward import policy_pass, score_pass, value_pass
 from engine.training.minibatch import minibatches
 from engine.training.offload import HostStates
 from engine.training.packing import Microbatch, microbatches
@@ -35,31 +35,34 @@ class Update(NamedTuple):
 
 
 class Trainer:
-    """The trained models under DeepSpeed and what can be asked of them. Every method is collective."""
+    """The trained models under DeepSpeed and what can be asked of them. Every method is collective.
+
+    Where the algorithm trains a reward model, that stands in the policy's place.
+    """
 
     def __init__(
         self,
         config: Config,
         world: World,
         *,
-        policy: models.Policy,
+        policy: models.Policy | models.RewardModel,
         reference: models.Policy | None,
         value: models.Value | None,
     ) -> None:
         self.config, self.world = config, world
-        networks: list[models.Policy | models.Value | None] = [policy, reference, value]
+        networks: list[models.Policy | models.RewardModel | models.Value | None] = [policy, reference, value]
         for network in networks:
             if network is not None and world.device.type == "cuda" and liger.patch(network.model):
                 residual.patch(network.model)
         steps, value_settings = config.optimizer_steps, config.value_settings
         self.last_rates: dict[str, float] = {}
         """Learning rate of each model's last planned optimizer step."""
-        self._rates = {"policy": config.train.learning_rate}
+        self._rates: dict[str, float] = {config.trained: config.train.learning_rate}
         if value_settings:
             own = value_settings.value_learning_rate
             self._rates["value"] = config.train.learning_rate if own is None else own
         self.policy = zero.build(
-            policy, config, learning_rate=self._rates["policy"], total_steps=config.policy_optimizer_steps
+            policy, config, learning_rate=self._rates[config.trained], total_steps=config.policy_optimizer_steps
         )
         self.value: DeepSpeedEngine | None = value and zero.build(
             value, config, learning_rate=self._rates["value"], total_steps=steps
@@ -83,7 +86,7 @@ class Trainer:
             raise RuntimeError(
                 "the optimizer states are in host memory: call Trainer.reload() before training or saving"
             )
-        return {"policy": self.policy} | ({"value": self.value} if self.value else {})
+        return {self.config.trained: self.policy} | ({"value": self.value} if self.value else {})
 
     def recompute_activations(self) -> None:
         """Turns gradient checkpointing on in the models that are trained."""
@@ -198,7 +201,8 @@ class Trainer:
         if sampler is not None and old is not None and recomputed:
             self._check_gap(sampler, old, samples, step, averages)
             sampler = None
-        own = store.empty() if sampler is not None or old is None else None
+        scores = self.config.trained == "reward_model"
+        own = store.empty() if not scores and (sampler is not None or old is None) else None
         unfilled = own  # until the first optimizer step, by the forward passes before it
         for name in ("advantages", "returns"):
             if (vector := getattr(objective, name)) is not None:
@@ -215,7 +219,9 @@ class Trainer:
             losses, seen = [], []
             for batch, weight in zip(minibatch.batches, minibatch.weights, strict=True):
                 row = {name: store.take(vector, batch) for name, vector in tokens.items()}
-                if train_policy:
+                if scores:
+                    losses.append(score_pass(self.policy, batch, weight, samples, objective, averages))
+                elif train_policy:
                     loss, logprobs = policy_pass(
                         self.policy, batch, weight, row, objective, self.config.train, self.head_options, averages
                     )
@@ -236,7 +242,9 @@ class Trainer:
                     self._check_gap(sampler[rows], unfilled[rows], samples, step, averages)
                 unfilled = None
             if train_policy:
-                averages.add("policy/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size)
+                averages.add(
+                    f"{self.config.trained}/loss", torch.stack(losses).sum() / self.world.size, 1.0 / self.world.size
+                )
             for name, engine in trained.items():
                 self._step(engine, name, averages)
         return Update(averages.means(), own if old is None else None)

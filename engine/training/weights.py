@@ -77,11 +77,12 @@ def _gathered(bucket: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def lora_factors(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of LoRA's adapters by their names in ``engine.module.model``, whole; every rank must consume all."""
+    """What LoRA trains, by its names in ``engine.module.model``, whole: the matrices of adapters, and a reward model's
+    head. Nothing without adapters. Every rank must consume all."""
     return module_factors(engine.module.model)
 
 
 def module_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The same of a model that need not be in an engine."""
-    named = model.named_parameters()
-    return _whole((name, parameter) for name, parameter in named if lora.FACTOR.search(name))
+    named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    return _whole(named if any(lora.FACTOR.search(name) for name, _ in named) else [])

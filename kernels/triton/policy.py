@@ -1,5 +1,10 @@
 """The policy loss's coefficients of a chunk of rows in one launch."""
 
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,17 +19,16 @@ from kernels.triton.rows import aligned
 BLOCK = 256
 
 compiled_row_terms, compiled_unchanged = compiled(row_terms), compiled(unchanged)
+LOSS = KL = None
 
 
-@triton.jit(do_not_specialize=["T"])
 def token_coefficients(
     logprob_ptr, entropy_ptr, valid_ptr, weight_ptr, advantage_ptr, old_ptr, ref_ptr, behaviour_ptr,
     loss_ptr, dlogprob_ptr, dentropy_ptr, ratio_ptr, clipped_ptr, clamped_ptr, numbers, T, BLOCK: tl.constexpr,
-    LOSS: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     """:func:`kernels.coefficients.row_coefficients` for token ratios.
 
-    Columns that are not given are None; LOSS and KL are compiled formulas.
+    Columns that are not given are None. :func:`kernel` puts compiled formulas in the place of ``LOSS`` and ``KL``.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < T
@@ -55,6 +59,19 @@ def token_coefficients(
     tl.store(clamped_ptr + rows, clamped, mask=inside)
 
 
+@cache
+def kernel(loss: Callable[..., Any], kl_estimator: Callable[..., Any]) -> Any:
+    """:func:`token_coefficients` compiled for a token loss and a KL estimator of :mod:`kernels.token_losses`.
+
+    They are names that the kernel looks up and no arguments: a hook on Triton's compilation, such as vLLM installs, is
+    given all constant arguments as JSON, and a function cannot be written so.
+    """
+    names = globals() | {"LOSS": compiled(loss), "KL": compiled(kl_estimator)}
+    copy = FunctionType(token_coefficients.__code__, names, token_coefficients.__name__)
+    copy.__module__, copy.__annotations__ = __name__, token_coefficients.__annotations__
+    return triton.jit(copy, do_not_specialize=["T"])
+
+
 def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: Rows) -> Coefficients:
     """See :func:`kernels.coefficients.row_coefficients`."""
     if spec.ratio != "token":
@@ -65,8 +82,8 @@ def row_coefficients(spec: PolicySpec, logprobs: Tensor, entropy: Tensor, rows: 
     if len(logprobs) == 0:
         return found
     columns = (None if column is None else aligned(column) for column in rows.that_count(spec)[:-1])
-    token_coefficients[(triton.cdiv(len(logprobs), BLOCK),)](
-        logprobs, entropy, *columns, *found, spec.numbers, len(logprobs), BLOCK,
-        LOSS=compiled(spec.record.formula), KL=compiled(KL_ESTIMATORS[spec.kl_estimator]),
-    )  # fmt: skip
+    launch = kernel(spec.record.formula, KL_ESTIMATORS[spec.kl_estimator])
+    launch[(triton.cdiv(len(logprobs), BLOCK),)](
+        logprobs, entropy, *columns, *found, spec.numbers, len(logprobs), BLOCK
+    )
     return found

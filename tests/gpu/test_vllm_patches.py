@@ -78,29 +78,35 @@ def test_weights_stay_awake(world: World, folder: Path, monkeypatch: pytest.Monk
     sampler.close()
 
 
-def test_wake_up(world: World, folder: Path) -> None:
-    """vLLM's own, with too little memory free, fails and leaves some of it taken."""
-    sampler = build(folder, "level2")
-    sampler.sleep()
-    asleep = in_use(world.device)
-    hog = torch.empty(torch.cuda.mem_get_info()[0] - KV_CACHE // 2, dtype=torch.uint8, device=world.device)
-    with pytest.raises(RuntimeError):
-        sampler._llm.wake_up(tags=["kv_cache"])
-    del hog
-    torch.cuda.empty_cache()
-    assert in_use(world.device) > 1.01 * asleep
-
-
 def test_matrices_without_memory(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = []
+    """vLLM's own lie on the GPU when the trainer's are about to replace them."""
+    taken, bind = [], SharedWeights.bind
+
+    def bound(weights: SharedWeights, model: object) -> None:
+        taken.append(torch.cuda.memory_allocated() - before)
+        bind(weights, model)
+
+    monkeypatch.setattr(SharedWeights, "bind", bound)
     for patched in (True, False):
         trained = shared.train(folder, 0, "bfloat16")
         if not patched:
             monkeypatch.setattr(shared_weights, "matrices_without_memory", nullcontext)
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         build(folder, "none", SharedWeights(trained)).close()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] > peaks[0] + SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    assert taken[1] > taken[0] + SHAPE["vocab_size"] * SHAPE["hidden_size"]
+
+
+def test_wake_up(world: World, folder: Path) -> None:
+    """vLLM's own, with too little memory free, fails and leaves some of it taken: the last test, since the engine
+    cannot be closed after that."""
+    sampler = build(folder, "level2")
+    sampler.sleep()
+    asleep = in_use(world.device)
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - KV_CACHE * 3 // 4, dtype=torch.uint8, device=world.device)
+    with pytest.raises(RuntimeError):
+        sampler._llm.wake_up(tags=["kv_cache"])
+    del hog
+    torch.cuda.empty_cache()
+    assert in_use(world.device) > asleep + KV_CACHE // 4

@@ -1,8 +1,9 @@
 """Run the Triton backend's host code on the CPU with every launch turned into a compilation for compute capability 9.0.
 
 No GPU is needed, and nothing is computed: what is seen is whether each kernel compiles with the arguments it is really
-given, and whether it spills registers. Prints a line a kernel: name, bytes of stack, variant. Every call is then made
-with other numbers of rows; "again" and a name is printed for each kernel that these compile anew.
+given, and whether it spills registers. The argument names a part: hopper, portable or rows. Prints a line a kernel:
+name, bytes of stack, variant. Every call is then made with other numbers of rows; "again" and a name is printed for
+each kernel that these compile anew.
 """
 
 import os
@@ -130,31 +131,23 @@ def call_norms(kernels, width: int, rows: int) -> None:
                 torch.autograd.backward(outputs[-used:], [torch.zeros_like(one) for one in outputs[-used:]])
 
 
-def main() -> None:
+def compile_heads(kernels, hopper: bool) -> None:
+    """Everything that reads a head, with Hopper's kernels or the portable ones."""
     global other_rows
-    driver.set_active(NoDevice())
-    JITFunction.run = compile_only
-    Autotuner.run = compile_all
-    import kernels
-    import kernels.triton.kl as kl
-    import kernels.triton.norm as norm
-    import kernels.triton.scanner as scanner
-    from kernels import dispatch
     from kernels.triton.hopper import kl as hopper_kl
     from kernels.triton.hopper import products
 
-    scanner.processors = kl.processors = norm.processors = lambda device: 132
-    dispatch.runs_on = lambda name, device: True
-    torch.Tensor.new_empty = torch.Tensor.new_zeros  # the host reads a row count
-    torch.cuda.device = torch.cuda.stream = lambda where: nullcontext()
-    torch.cuda.current_stream = torch.cuda.Stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
-    for hopper, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        products.is_hopper = hopper_kl.is_hopper = lambda device, hopper=hopper: hopper
-        for hidden, weight, targets, settings in problems(dtype, hopper):
-            for ratio in ("token", "sequence"):
-                for rows in (320, 319, 318, 37):
-                    other_rows = rows < 320
-                    call_all(kernels, hidden.detach()[:rows], weight, targets[:rows].clone(), ratio, settings)
+    products.is_hopper = hopper_kl.is_hopper = lambda device: hopper
+    for hidden, weight, targets, settings in problems(torch.bfloat16 if hopper else torch.float32, hopper):
+        for ratio in ("token", "sequence"):
+            for rows in (320, 319, 318, 37):
+                other_rows = rows < 320
+                call_all(kernels, hidden.detach()[:rows], weight, targets[:rows].clone(), ratio, settings)
+
+
+def compile_rows(kernels) -> None:
+    """The kernels that read rows of numbers."""
+    global other_rows
     for width in (576, 1536, 8192):
         for rows in (320, 319, 37, 1):
             other_rows = rows < 320
@@ -165,5 +158,28 @@ def main() -> None:
     call_formulas()
 
 
+def main(part: str) -> None:
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    Autotuner.run = compile_all
+    # vLLM installs such a hook. Triton then writes a kernel's constant arguments as JSON.
+    triton.knobs.runtime.jit_post_compile_hook = lambda **_: None
+    import kernels
+    import kernels.triton.kl as kl
+    import kernels.triton.norm as norm
+    import kernels.triton.scanner as scanner
+    from kernels import dispatch
+
+    scanner.processors = kl.processors = norm.processors = lambda device: 132
+    dispatch.runs_on = lambda name, device: True
+    torch.Tensor.new_empty = torch.Tensor.new_zeros  # the host reads a row count
+    torch.cuda.device = torch.cuda.stream = lambda where: nullcontext()
+    torch.cuda.current_stream = torch.cuda.Stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
+    if part == "rows":
+        compile_rows(kernels)
+    else:
+        compile_heads(kernels, hopper=part == "hopper")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1])

@@ -164,7 +164,12 @@ BAD = {
                       "--generation.temperature", "0"], "rollout.samples_per_prompt above 1 needs"),
     "a training key": (["MODEL", "--output", "OUT.jsonl", "--train.steps", "3"], "unknown key 'train.steps'"),
     "too long": (["MODEL", "--output", "OUT.jsonl", "--data.path", "DATA", "--rollout.max_response_tokens", "200"],
-                 "model: 'MODEL' has 128 positions, fewer than"),
+                 "model: 'MODEL' has 128 positions, fewer than the longest prompt (7 tokens) and "
+                 "rollout.max_response_tokens (200) take: lower rollout.max_response_tokens\n"),
+    "too long together": (["MODEL", "--output", "OUT.jsonl", "--data.path", "DATA", "--rollout.max_response_tokens",
+                           "127"], "model: 'MODEL' has 128 positions, fewer than the longest prompt (7 tokens) and "
+                          "rollout.max_response_tokens (127) take: lower rollout.max_response_tokens or "
+                          "rollout.max_prompt_tokens\n"),
     "a column": (["MODEL", "--output", "OUT.jsonl", "--data.path", "CLASH"],
                  "the data's column 'response' has the name"),
     "parquet": (["MODEL", "--output", "OUT.parquet", "--data.path", "MIXED",

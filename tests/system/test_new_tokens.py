@@ -116,7 +116,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path, template: Path) -
 
 
 SHORT = (
-    "--train.steps 4 --train.rows_per_step 4 --data.max_row_tokens 64 --train.tokens_per_microbatch 256 "
+    "--train.rows_per_step 4 --data.max_row_tokens 64 --train.tokens_per_microbatch 256 "
     "--train.learning_rate 1e-2 --train.warmup_steps 0 --train.schedule constant "
     "--launch.device cpu --live false --save.every_steps 2 --eval.every_steps 2 --data.eval_fraction 0.2"
 )
@@ -138,7 +138,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_saves_what_it_added_and_goes_on_with_it(tmp_path: Path, template: Path, cache: Path) -> None:
     """Interrupted and resumed, with template file and prepared copy gone: the same weights, of a mixture's rows too."""
     base = neox(tmp_path / "base")
-    run_here(sft(base, template, tmp_path, "whole"))
+    run_here(sft(base, template, tmp_path, "whole", "--train.steps 4"))
     run_here(sft(base, template, tmp_path, "parts", "--train.steps 2"))
     whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
@@ -168,9 +168,9 @@ def test_two_ranks_sample_with_vllm_what_was_prepared(tmp_path: Path, template: 
     """Supervised, then by reinforcement from it, on two ranks; then another model generates with the same template."""
     pytest.importorskip("vllm")
     base = neox(tmp_path / "base")
-    run_engine(sft(base, template, tmp_path, "sft", "--launch.ranks 2"))
+    run_engine(sft(base, template, tmp_path, "sft", "--train.steps 4 --launch.ranks 2"))
     model = tmp_path / "runs" / "sft" / "model"
-    one = run_here(sft(base, template, tmp_path, "one")) and tmp_path / "runs" / "one" / "model"
+    one = run_here(sft(base, template, tmp_path, "one", "--train.steps 4")) and tmp_path / "runs" / "one" / "model"
     for name, tensor in weights(model).items():
         torch.testing.assert_close(tensor, weights(one)[name], rtol=0, atol=1e-3)
     prompts = users.write_rows(tmp_path / "p.jsonl", users.ROWS)
@@ -183,3 +183,20 @@ def test_two_ranks_sample_with_vllm_what_was_prepared(tmp_path: Path, template: 
         f"--output_dir {tmp_path}/runs --launch.ranks 2 --launch.device cpu --live false"
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "runs" / "rl" / "model").eos_token == "<|im_end|>"
+
+
+def test_a_reward_model_of_a_base_model_gets_them_too(tmp_path: Path, template: Path) -> None:
+    """From a causal model, and from the classifier that came of it, which knows them."""
+    base = neox(tmp_path / "base")
+    rows = [{"prompt": row["prompt"], "chosen": "a b", "rejected": "h"} for row in users.ROWS]
+    file = users.write_rows(tmp_path / "pairs.jsonl", rows)
+    more = f"--data.path {file} --data.chat_template {template} --data.new_special_tokens '{','.join(TOKENS)}'"
+    more += f" --algo reward_model {SHORT} --train.steps 2 --output_dir {tmp_path}/runs"
+    run_here(f"--model.path {base} --name first {more}")
+    first = tmp_path / "runs" / "first" / "model"
+    run_here(f"--model.path {first} --name second {more}")
+    shapes = [json.loads((one / "config.json").read_text()) for one in (first, tmp_path / "runs" / "second" / "model")]
+    for shape in shapes:
+        assert shape["vocab_size"] == 18 and shape["pad_token_id"] == 0
+        assert shape["architectures"] == ["GPTNeoXForSequenceClassification"]
+    assert AutoTokenizer.from_pretrained(first).chat_template == CHATML

@@ -1,5 +1,5 @@
-"""The same rows through TRL's SFTTrainer and DPOTrainer and through whole runs of ours: loss and gradient norm of every
-step agree, in fp32, without dropout, shuffling or packing, in one process."""
+"""The same rows through TRL's SFTTrainer, DPOTrainer and RewardTrainer and through whole runs of ours: loss and
+gradient norm of every step agree, in fp32, without dropout, shuffling or packing, in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine.tasks import addition
 from tests.system.helpers import run_here, steps
@@ -26,11 +27,15 @@ def theirs(algo: str, model: str, rows: list[dict[str, Any]], out: Path, **setti
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(available, "is_vllm_available", lambda *_, **__: False)
-        from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+        from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
 
-    kind, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[algo]
+    kind, config, auto = {
+        "sft": (SFTTrainer, SFTConfig, AutoModelForCausalLM),
+        "dpo": (DPOTrainer, DPOConfig, AutoModelForCausalLM),
+        "reward_model": (RewardTrainer, RewardConfig, AutoModelForSequenceClassification),
+    }[algo]
     losses: list[float] = []
 
     class Recording(kind):  # type: ignore[misc,valid-type]
@@ -43,7 +48,7 @@ def theirs(algo: str, model: str, rows: list[dict[str, Any]], out: Path, **setti
             return SequentialSampler(dataset or self.train_dataset)
 
     trainer = Recording(
-        AutoModelForCausalLM.from_pretrained(model),
+        auto.from_pretrained(model),
         args=config(
             output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
             disable_tqdm=True, per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=RATE, logging_steps=1,
@@ -64,7 +69,8 @@ def ours(algo: str, model: str, rows: list[dict[str, Any]], out: Path, more: str
         f"--name ours --train.steps {STEPS} --train.rows_per_step {BATCH} --train.learning_rate {RATE} "
         f"--train.max_grad_norm 0 --train.adam_betas 0.9,0.999 --data.max_row_tokens 64 {more}"
     )
-    return [(row["policy/loss"], row["policy/grad_norm"]) for row in steps(out / "ours")]
+    trained = "reward_model" if algo == "reward_model" else "policy"
+    return [(row[f"{trained}/loss"], row[f"{trained}/grad_norm"]) for row in steps(out / "ours")]
 
 
 def assert_agree(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
@@ -88,3 +94,18 @@ def test_dpo(tiny_model: str, tmp_path: Path, loss: str) -> None:
     rows = addition.preferences("train")[: BATCH * STEPS]
     want = theirs("dpo", tiny_model, rows, tmp_path / "trl", beta=0.3, loss_type=loss)
     assert_agree(ours("dpo", tiny_model, rows, tmp_path, f"--dpo.beta 0.3 --dpo.loss {loss}"), want)
+
+
+@pytest.mark.parametrize("centring,margins", [(0.0, False), (0.05, True)])
+@pytest.mark.usefixtures("without_pictures")
+def test_reward_model(tiny_model: str, tmp_path: Path, centring: float, margins: bool) -> None:
+    """From the same head; TRL takes a column ``margin`` wherever there is one."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(start := str(tmp_path / "start"))
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
+    rows = addition.preferences("train")[: BATCH * STEPS]
+    rows = [row | {"margin": place % 3 - 0.5} for place, row in enumerate(rows)] if margins else rows
+    want = theirs("reward_model", start, rows, tmp_path / "trl", center_rewards_coefficient=centring or None)
+    more = f"--reward_model.centring_coef {centring} " + "--data.margin_column margin" * margins
+    assert_agree(ours("reward_model", start, rows, tmp_path, more), want)

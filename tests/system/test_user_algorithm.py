@@ -150,6 +150,11 @@ FAULTY = {
         "own.py:A",
         "its batches are rows of a data set, which go with no value_model, kl or policy_ratio",
     ),
+    "a reward model of samples": (
+        f"{RECORD}class A(Algorithm):\n    name = 'a'\n    head = 'score'\n    rows = 'pair'\n{OBJECTIVE}",
+        "own.py:A",
+        "its head is a score, which is trained on pairs of a data set's rows",
+    ),
 }
 
 

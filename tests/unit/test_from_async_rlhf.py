@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from algorithms.registry import BUILT_IN
 from engine.config import ConfigError, cli
-from engine.from_async_rlhf import keys
+from engine.config.keys import leaves
+from engine.evaluation.settings import Evaluate, Generate, Relabel
+from engine.from_async_rlhf import command_line, keys, pipeline
 from engine.from_async_rlhf import translation as converter
+from engine.from_async_rlhf.pipeline_keys import TABLES
 from engine.start import checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +47,19 @@ ONLINE_DPO_CONFIG = """
     model_init_kwargs ref_model_init_kwargs model_adapter_name ref_adapter_name reference_free force_use_ref_model
     sync_ref_model ref_model_mixup_alpha ref_model_sync_steps rpo_alpha sync vllm_device vllm_gpu_memory_utilization
 """
-OTHER_SCRIPTS = """
-    task_type max_seq_length dataset_eval_split tokenizer_name output_name max_new_tokens ref_model_name gold_model_name
-    gold_tokenizer_name batch_size
-"""
+OTHER_SCRIPTS = {
+    "sft.py": """task_type output_global_parent_dir dataset_name dataset_train_split dataset_eval_split
+        output_model_name wandb_run_id sanity_check max_seq_length packing""",
+    "reward_modeling.py": """dataset_name dataset_train_split dataset_eval_split tokenizer_name wandb_run_id
+        sanity_check output_global_parent_dir max_length""",
+    "relabel_with_rm.py": """dataset_name tokenizer_name train_split eval_split batch_size template seed sanity_check
+        output_name push_to_hub""",
+    "generate_for_eval.py": """save_generations num_gpus base_model_name base_model_revision model_name_or_path
+        model_paths tokenizer_name dataset_name split temperature top_p max_new_tokens torch_dtype sanity_check
+        wandb_run_id dataset_path""",
+    "load_and_eval.py": """model_name_or_path ref_model_name sanity_check wandb_run_id gold_model_name
+        gold_model_revision torch_dtype batch_size gold_tokenizer_name dataset_path""",
+}
 OF_TRAINING_ARGUMENTS = """
     output_dir learning_rate per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps fp16
     bf16 save_strategy save_steps hub_strategy logging_steps evaluation_strategy eval_steps report_to num_train_epochs
@@ -173,15 +186,105 @@ def test_command_line_over_file_and_env(tmp_path: Path, capsys: pytest.CaptureFi
     )
     arguments = ["rloo.py", "--config", str(tmp_path / "theirs.yml"), "--accelerate", str(tmp_path / "accelerate.yml")]
     arguments += ["--learning_rate=1e-5", "--bok", "--seed", "7", "--penalty_reward_value", "-2", "--output_dir", "a/b"]
-    assert converter.main(arguments) == 0
+    assert command_line.main(arguments) == 0
     printed = capsys.readouterr().out
     config = cli.validate(yaml.safe_load(printed))
     assert (config.algo, config.train.learning_rate, config.seed) == ("bok", 1e-5, 7)
     assert (config.env, config.output_dir, config.name) == ({"HF_HOME": "/data", "N": "1"}, "results", "b")
     assert (config.launch.ranks, config.train.zero_stage, config.rollout.missing_eos_reward) == (4, 2, -2.0)
     assert "# Not here: logging_steps: " in printed
-    assert converter.main([*arguments, "--no_such_key", "1"]) == 2
+    assert command_line.main([*arguments, "--no_such_key", "1"]) == 2
     assert "no_such_key" in capsys.readouterr().err
+
+
+SFT = {
+    "run_name": "sft_pythia1b_tldr", "output_dir": "sft_pythia1b_tldr", "hub_model_id": "pythia1b-sft-tldr",
+    "output_global_parent_dir": "results", "wandb_run_id": "snow", "push_to_hub": True, "task_type": "tldr",
+    "model_name_or_path": "EleutherAI/pythia-1b-deduped", "dataset_name": "some/tldr",
+    "dataset_eval_split": "validation", "report_to": "wandb", "learning_rate": 1e-5, "fp16": True,
+    "lr_scheduler_type": "cosine",
+    "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
+    "num_train_epochs": 1, "max_seq_length": 580, "gradient_checkpointing": False, "evaluation_strategy": "steps",
+    "eval_steps": 0.2, "logging_steps": 100, "ddp_find_unused_parameters": False,
+}  # fmt: skip
+"""Their configs/sft_pythia1b_tldr.yml."""
+
+
+def test_their_supervised_run_can_run() -> None:
+    found = pipeline.translate("sft.py", SFT, 2)
+    ours = dict(cli.flat(found.settings))
+    expected = {
+        "algo": "sft", "model.path": "EleutherAI/pythia-1b-deduped", "data.split": "train", "data.too_long": "cut",
+        "data.eval_split": "validation", "data.prompt_column": "query", "data.completion_column": "reference_response",
+        "data.max_row_tokens": 580, "train.rows_per_step": 64, "train.epochs": 1.0, "train.schedule": "cosine",
+        "train.max_grad_norm": 1.0, "model.dtype": "float16", "save.every_steps": 500, "output_dir": "results",
+        "report.wandb": "huggingface", "push.hub_id": "pythia1b-sft-tldr", "push.private": True,
+    }  # fmt: skip
+    assert {key: ours[key] for key in expected} == expected
+    assert "eval_steps 0.2: a share of a run whose steps follow from its rows: give eval.every_steps" in found.notes
+    checks.check(found.settings, 2, "cuda")
+    timed = dict(cli.flat(pipeline.translate("sft.py", SFT | {"max_steps": 101}).settings))
+    assert (timed["train.steps"], timed["eval.every_steps"], timed["train.epochs"]) == (101, 21, None)
+
+
+@pytest.mark.skipif("reward_model" not in BUILT_IN, reason="--algo reward_model is not here")
+def test_their_reward_model_can_be_trained() -> None:
+    theirs = {key: value for key, value in SFT.items() if key not in ("task_type", "max_seq_length")}
+    found = pipeline.translate("reward_modeling.py", theirs | {"max_length": 640, "tokenizer_name": "x"}, 1)
+    ours = dict(cli.flat(found.settings))
+    assert (ours["algo"], ours["data.max_row_tokens"], ours["data.too_long"]) == ("reward_model", 640, "drop")
+    checks.check(found.settings, 1, "cuda")
+
+
+def test_their_judges_and_samplers_have_commands() -> None:
+    """Their configs/relabel_rm.yml, generate_tldr.yml and evaluate_tldr.yml."""
+    relabel = {
+        "dataset_name": "some/pairs", "model_name_or_path": "gold", "tokenizer_name": "x", "batch_size": 64,
+        "torch_dtype": "float16", "output_name": "me/pairs_relabel", "push_to_hub": True,
+    }  # fmt: skip
+    found = pipeline.translate("relabel_with_rm.py", relabel)
+    assert isinstance(found.settings, Relabel) and found.command == "engine.relabel"
+    assert found.settings.output == "pairs_relabel.parquet" and found.settings.reward.model == "gold"
+    assert (found.settings.model.dtype, found.settings.data.templated) == ("float16", True)
+    assert "eval_split: relabel it by a second command, with --data.split validation" in found.notes
+    generate = {"save_generations": True, "dataset_name": "some/tldr", "max_new_tokens": 128, "temperature": 0.010001}
+    found = pipeline.translate("generate_for_eval.py", generate | {"model_name_or_path": "results/x"})
+    assert isinstance(found.settings, Generate) and (found.command, found.word) == ("engine.generate", "results/x")
+    assert (found.settings.data.split, found.settings.rollout.max_response_tokens) == ("validation", 128)
+    evaluate = {"wandb_run_id": "snow", "ref_model_name": "sft", "gold_model_name": "gold", "batch_size": 8}
+    found = pipeline.translate("load_and_eval.py", generate | evaluate)
+    assert isinstance(found.settings, Evaluate) and found.settings.reference == "sft"
+    assert (found.settings.reward.model, found.settings.baseline.column) == ("gold", "reference_response")
+    assert found.settings.generation.temperature == 0.010001
+
+
+def test_several_files_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is read by the command that the first line names."""
+    (tmp_path / "generate.yml").write_text("dataset_name: some/tldr\nmax_new_tokens: 128\n")
+    (tmp_path / "evaluate.yml").write_text("gold_model_name: gold\n")
+    files = ["--config", str(tmp_path / "generate.yml"), "--config", str(tmp_path / "evaluate.yml")]
+    assert command_line.main(["load_and_eval.py", *files, "--model_name_or_path", "runs/x"]) == 0
+    printed = capsys.readouterr().out
+    first, *rest = printed.splitlines()
+    assert first == "# From async_rlhf's load_and_eval.py: python -m engine.evaluate runs/x --config THIS_FILE"
+    given = cli.checked(Evaluate, yaml.safe_load("\n".join(rest)))
+    assert (given.rollout.max_response_tokens, given.reward.model) == (128, "gold")
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "name"),
+    [
+        ("sft.py", {"no_such_key": 1}, "no_such_key"),
+        ("sft.py", {"task_type": "chat"}, "task_type chat"),
+        ("relabel_with_rm.py", {"max_length": 1}, "max_length"),
+        ("relabel_with_rm.py", {"torch_dtype": "int8"}, "torch_dtype int8"),
+        ("generate_for_eval.py", {"ref_model_name": "x"}, "ref_model_name"),
+        ("load_and_eval.py", {"gold_model_name": "x"}, "dataset_name is missing"),
+    ],
+)
+def test_what_the_others_cannot_have_is_refused_by_name(script: str, given: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        pipeline.translate(script, given)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +307,19 @@ def test_what_has_no_counterpart_is_refused_by_name(script: str, given: dict[str
 
 
 def test_every_key_of_theirs_has_one_place() -> None:
-    everything = [*keys.RENAMED, *keys.DERIVED, *keys.LEFT_OUT, *keys.NOT_YET]
+    everything = [*keys.RENAMED, *keys.DERIVED, *keys.LEFT_OUT]
     assert len(everything) == len(set(everything))
-    fields = SCRIPT_ARGUMENTS + RLOO_AND_PPO + MODEL_CONFIG + ONLINE_DPO_CONFIG + OTHER_SCRIPTS + OF_TRAINING_ARGUMENTS
+    fields = SCRIPT_ARGUMENTS + RLOO_AND_PPO + MODEL_CONFIG + ONLINE_DPO_CONFIG + OF_TRAINING_ARGUMENTS
     assert set(fields.split()) <= set(everything)
+    for script, table in TABLES.items():
+        everything = [*table.renamed, *table.derived, *table.left_out]
+        assert len(everything) == len(set(everything)), script
+        arguments = OTHER_SCRIPTS[script]
+        if script not in ("generate_for_eval.py", "load_and_eval.py"):
+            arguments += MODEL_CONFIG
+        if table.command == "engine.run":
+            arguments += OF_TRAINING_ARGUMENTS
+        assert set(arguments.split()) <= set(everything), script
 
 
 def test_keys_lead_somewhere() -> None:
@@ -215,7 +327,11 @@ def test_keys_lead_somewhere() -> None:
     ours = {key for key, _ in cli.leaves()}
     sections = {key.split(".")[0] for key in ours if "." in key}
     assert set(keys.RENAMED.values()) <= ours
-    tables = (keys.DERIVED, keys.LEFT_OUT, keys.LAUNCHER, keys.LAUNCHER_LEFT_OUT)
+    tables = [keys.DERIVED, keys.LEFT_OUT, keys.LAUNCHER, keys.LAUNCHER_LEFT_OUT]
+    for table in TABLES.values():
+        kind = pipeline.COMMANDS.get(table.command)
+        assert set(table.renamed.values()) <= (ours if kind is None else {key for key, _ in leaves(kind)})
+        tables += [table.derived, table.left_out]
     for text in (text for table in tables for text in table.values()):
         for named in re.findall(r"\b([a-z_]+\.[a-z_]+)\b", text):
             if named.split(".")[0] in sections and not named.endswith(".py"):
@@ -226,9 +342,12 @@ def test_docs_have_the_same_tables() -> None:
     """Neither a row too few nor one too many, key by key."""
     here = {key: f"`{value}`" for key, value in keys.RENAMED.items()} | keys.DERIVED
     here |= {key: f"none: {why}" for key, why in keys.LEFT_OUT.items()}
-    here |= {key: f"none: {script}, not here yet" for key, script in keys.NOT_YET.items()}
     launcher = keys.LAUNCHER | {key: f"none: {why}" for key, why in keys.LAUNCHER_LEFT_OUT.items()}
-    for heading, table in (("## Keys", here), ("## Launcher", launcher)):
+    tables = {"## Keys": here, "## Launcher": launcher}
+    for script, table in TABLES.items():
+        ours = {key: f"`{value}`" for key, value in table.renamed.items()} | table.derived
+        tables[f"## Keys of {script}"] = ours | {key: f"none: {why}" for key, why in table.left_out.items()}
+    for heading, table in tables.items():
         section = DOC.split(f"\n{heading}\n")[1].split("\n## ")[0]
         rows = [line for line in section.splitlines() if line.startswith("| `")]
         assert rows == [f"| `{key}` | {value} |" for key, value in sorted(table.items())]

@@ -572,3 +572,16 @@ def test_training_on_rows_plans_no_sampler(qwen: str) -> None:
     for name in ("policy weights", "policy fp32 and AdamW"):
         assert parts[name] == both.phases["train"].parts[name]
     assert plan.decision == "only training here: nothing sleeps"
+
+
+def test_a_reward_model_in_training_has_no_language_head(qwen: str) -> None:
+    """Its head is one row of a matrix, and no loss needs the vocabulary; with adapters it is trained beside them."""
+    rows = {"model": {"path": qwen, "dtype": "bfloat16"}, "data": {"path": "rows.jsonl", "max_row_tokens": 1024}}
+    config = Config.model_validate({"algo": "reward_model", **rows})
+    parts = planning.plan(config, 1, H100).phases["train"].parts
+    assert parts["reward model weights"] == 2 * (N + 1536)
+    assert parts["reward model fp32 and AdamW"] == 12 * (N + 1536)
+    assert "loss head" not in parts and not [name for name in parts if "policy" in name]
+    adapted = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
+    trained = model_shape.read("model.path", qwen).adapters(8) + 1536
+    assert planning.plan(adapted, 1, H100).phases["train"].parts["reward model fp32 and AdamW"] == 12 * trained

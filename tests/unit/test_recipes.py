@@ -14,6 +14,7 @@ RANKS = {
     "quickstart-rows.yaml": (1, "cpu"),
     "sft-qwen2.5.yaml": (1, "cuda"),
     "dpo-qwen2.5.yaml": (1, "cuda"),
+    "reward-model-qwen2.5.yaml": (1, "cuda"),
     "tldr-pythia410m.yaml": (2, "cuda"),
     "gsm8k.yaml": (1, "cuda"),
 }

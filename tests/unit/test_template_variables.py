@@ -14,6 +14,7 @@ from engine.config import Config, ConfigError, cli
 from engine.data import templates
 from engine.data.prompts import load_prompts
 from engine.data.training_rows import load_rows
+from engine.evaluation import settings
 from tests.unit.test_prompt_encoding import CHATML, byte_pairs, load, one, user
 
 TOOL = {"type": "function", "function": {"name": "look up", "parameters": {"x": {"type": "number"}}}}
@@ -54,11 +55,11 @@ def test_rows_to_train_on_are_written_with_variables_and_tools(tmp_path: Path) -
 
 def test_tools_are_the_same_as_json_text_and_as_a_column_of_parquet(tmp_path: Path) -> None:
     rows = [{"prompt": user("a"), "t": [TOOL]}, {"prompt": user("b"), "t": None}]
-    settings = {"tools_column": "t"}
-    (lines, bare), _ = load(tmp_path, rows, tokenizer(), **settings)
-    (text, _), _ = load(tmp_path, [rows[0] | {"t": json.dumps([TOOL])}, rows[1]], tokenizer(), **settings)
+    column = {"tools_column": "t"}
+    (lines, bare), _ = load(tmp_path, rows, tokenizer(), **column)
+    (text, _), _ = load(tmp_path, [rows[0] | {"t": json.dumps([TOOL])}, rows[1]], tokenizer(), **column)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
-    config = Config.model_validate({"data": {"path": str(tmp_path / "p.parquet")} | settings})
+    config = Config.model_validate({"data": {"path": str(tmp_path / "p.parquet")} | column})
     (table, _), _, _ = load_prompts(config, tokenizer())
     assert lines.ids == text.ids == table.ids and '"look up"' in lines.text and "tools" not in bare.text
 
@@ -107,3 +108,13 @@ def test_variables_on_the_command_line_have_the_types_of_a_file() -> None:
     assert config.data.chat_template_kwargs == {"thinking": False, "more": [1, "x"]} and config.env == {"A": "1"}
     with pytest.raises(ConfigError, match="'tokenize' is no variable"):
         cli.parse(["--data.chat_template_kwargs.tokenize", "true"])
+
+
+@pytest.mark.parametrize("kind", [Config, settings.Generate, settings.Relabel, settings.ServeReward])
+def test_every_command_reads_switch_and_file_the_same(kind: type[Any]) -> None:
+    def read(text: str) -> Any:
+        return cli.checked(kind, {"data": {"chat_template": text}}).data.chat_template
+
+    assert read("true") is True and read("No") is False and read("x.jinja") == "x.jinja"
+    with pytest.raises(ConfigError, match=r"^data\.chat_template = 'x': must be true, false or the file"):
+        read("x")

@@ -122,6 +122,9 @@ def test_long_rows_are_dropped_or_cut(tmp_path: Path) -> None:
     units, notes = load(tmp_path, rows, users.tokenizer(), max_row_tokens=6, too_long="cut")
     assert [one.length for (one,) in units] == [4, 6] and units[1][0].finish_reason == "length"
     assert "1 were longer than data.max_row_tokens (6) and lost their end; 1 more were dropped" in notes[-1]
+    for too_long, why in {"drop": "are longer than", "cut": "have nothing of the loss within"}.items():
+        with pytest.raises(ConfigError, match=f"all 1 {why} data.max_row_tokens"):
+            load(tmp_path, rows[2:], users.tokenizer(), max_row_tokens=6, too_long=too_long)
 
 
 REFUSED = {
@@ -202,6 +205,27 @@ def test_pairs_cut_to_the_same_are_dropped(tmp_path: Path) -> None:
     assert len(units) == 1 and "1 were longer" in notes[-1] and "1 more were dropped" in notes[-1]
 
 
+def test_pairs_may_ask_for_a_margin(tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "points": 2}
+    ((chosen, rejected),), notes = load(tmp_path, [row], words(), "reward_model", margin_column="points")
+    assert (chosen.margin, rejected.margin) == (2.0, 0.0) and notes == ["1 training rows of 8 tokens"]
+    assert only_margin(load(tmp_path, [row], words(), "reward_model")[0]) == 0.0, "a column that is not named is none"
+    for margin, needle in (
+        ("2", "the margin in column 'points' is '2', and must be a finite number"),
+        (True, "the margin in column 'points' is True"),
+        (float("nan"), "the margin in column 'points' is nan"),
+        (None, "no column 'points' (data.margin_column)"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(tmp_path, [row | {"points": margin}], words(), "reward_model", margin_column="points")
+        assert "rows.jsonl line 1" in str(refused.value) and needle in str(refused.value)
+
+
+def only_margin(units: list[Unit]) -> float:
+    ((chosen, _),) = units
+    return chosen.margin
+
+
 def test_ranks_share_a_batch_of_rows() -> None:
     config = Config.model_validate({"algo": "sft", "train": {"rows_per_step": 4}, "data": {"task": "addition"}})
     units, held_out, _ = load_rows(config, addition.tokenizer())
@@ -232,6 +256,14 @@ SETTINGS = {
     "turns of pairs": (
         ["--algo", "dpo", "--data.task", "addition", "--data.loss_on", "assistant"],
         "data.loss_on assistant: dpo compares two completions of one prompt",
+    ),
+    "margins of a policy": (
+        ["--algo", "dpo", "--data.task", "addition", "--data.margin_column", "m"],
+        "data.margin_column is a part of a reward model's loss, and dpo has none",
+    ),
+    "entropy of a reward model": (
+        ["--algo", "reward_model", "--data.task", "addition", "--train.entropy_coef", "0.1"],
+        "train.entropy_coef is about a policy, and reward_model trains none",
     ),
     "no model": (["--algo", "sft", "--data.path", "rows.jsonl"], "model.path is missing"),
 }
