@@ -50,10 +50,13 @@ def policy(config: Config, world: World, say: Callable[[str], None]) -> str:
 def copied(config: Config, say: Callable[[str], None]) -> str:
     """The folder of a copy of ``model.path`` with the tokens of ``data``, made on the first call.
 
-    It is kept under ``$TANDEM_CACHE`` (default ``~/.cache/tandem``), by what it was made of.
+    It is kept under ``$TANDEM_CACHE`` (default ``~/.cache/tandem``), by what it was made of. A model that has all these
+    tokens already, as one that a run has written, is itself what is needed.
     """
     assert config.model.path is not None
     tokenizer = policy_tokens.of_run(config)
+    if _described(tokenizer) == _described(load_tokenizer(config.model.path)):
+        return config.model.path
     cache = Path(os.environ.get("TANDEM_CACHE", "~/.cache/tandem")).expanduser()
     folder = cache / f"prepared-{_key(config.model.path, tokenizer)}"
     if (folder / "config.json").is_file():
@@ -78,9 +81,13 @@ def _key(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
         source: Any = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     else:  # a file of the hub's cache lies in a folder that is named after its commit
         source = str(weight_files.locate(path, "config.json"))
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = json.dumps([path, source, tokenizer.chat_template, special, sorted(tokenizer.get_vocab().items())])
+    text = json.dumps([path, source]) + _described(tokenizer)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(tokenizer: PreTrainedTokenizerBase) -> str:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return json.dumps([tokenizer.chat_template, special, sorted(tokenizer.get_vocab().items())], sort_keys=True)
 
 
 def _write(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -62,6 +62,7 @@ def test_new_rows_are_the_mean_of_the_known_ones(
     said: list[str] = []
     folder = prepared.copied(config(base, template), said.append)
     assert prepared.copied(config(base, template), said.append) == folder and len(said) == 1, "made once"
+    assert prepared.copied(config(Path(folder), template), said.append) == folder, "it needs no other"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.convert_tokens_to_ids(TOKENS)
     assert ids == [16, 17] and tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template == CHATML
