@@ -58,6 +58,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> list[object]:
     return ["--data.path", users.write_rows(path, rows)]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_pairs_by_a_reward_model_have_its_scores(gold: Path, tmp_path: Path) -> None:
     """Those of transformers for each answer by itself, and runs read what is written."""
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"] + " a", "rejected": "b c"} for row in users.ROWS]
@@ -77,10 +78,11 @@ def test_pairs_by_a_reward_model_have_its_scores(gold: Path, tmp_path: Path) -> 
         assert {row["chosen"], row["rejected"]} == {pair["chosen"], pair["rejected"]}
     assert {row["swapped"] for row in rows} == {True, False}
     policy = users.model_folder(tmp_path / "policy")
-    run_here(
-        f"--algo dpo --model.path {policy} --data.path {tmp_path}/out.parquet --train.steps 1 --train.rows_per_step 2 "
-        f"--launch.device cpu --output_dir {tmp_path} --name run"
-    )
+    for algo in ("dpo", "reward_model"):
+        run_here(
+            f"--algo {algo} --model.path {policy} --data.path {tmp_path}/out.parquet --train.steps 1 "
+            f"--train.rows_per_step 2 --launch.device cpu --output_dir {tmp_path} --name {algo}"
+        )
 
 
 def test_conversations_are_judged_by_the_tokens_that_training_has(gold: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from algorithms.registry import BUILT_IN
 from engine.config import ConfigError, cli
 from engine.config.keys import leaves
 from engine.evaluation.settings import Evaluate, Generate, Relabel
@@ -227,7 +226,6 @@ def test_their_supervised_run_can_run() -> None:
     assert (timed["train.steps"], timed["eval.every_steps"], timed["train.epochs"]) == (101, 21, None)
 
 
-@pytest.mark.skipif("reward_model" not in BUILT_IN, reason="--algo reward_model is not here")
 def test_their_reward_model_can_be_trained() -> None:
     theirs = {key: value for key, value in SFT.items() if key not in ("task_type", "max_seq_length")}
     found = pipeline.translate("reward_modeling.py", theirs | {"max_length": 640, "tokenizer_name": "x"}, 1)
