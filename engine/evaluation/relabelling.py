@@ -54,7 +54,7 @@ def write(
 
     Raises:
         ConfigError: a row that cannot be encoded, a judge that does not fit, other settings that have begun this file,
-            or columns that its format cannot hold.
+            columns that its format cannot hold, or no pair that is left.
         RewardError: the judge failed.
     """
     tokenizer = _tokenizer(config)
@@ -78,9 +78,13 @@ def write(
                 judged = zip(candidates[first : first + CHUNK], part, strict=True)
                 file.add([_judged(one, each) for one, each in judged])
                 say(f"{file.rows} of {len(candidates)} prompts")
-    for line in _summary(given, list(file.read()), without):
+    lines, kept = list(file.read()), {"told apart", "tie"} if given.ties == "keep" else {"told apart"}
+    for line in _summary(given, lines, without):
         say(line)
-    kept = {"told apart", "tie"} if given.ties == "keep" else {"told apart"}
+    if not any(line["outcome"] in kept for line in lines):
+        raise ConfigError(
+            f"no pair is left to write: ask another judge, or give --ties keep; {file.path} has its answers"
+        )
     file.finish(lambda line: line["pair"] if line["outcome"] in kept else None)
 
 

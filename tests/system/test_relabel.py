@@ -191,6 +191,19 @@ def test_what_the_judge_drops(judge: list[object], tmp_path: Path, capsys: pytes
     assert "ties: 1 dropped; without a score: 2 dropped" in capsys.readouterr().out
 
 
+def test_a_judge_that_tells_nothing_apart_is_told_so(
+    judge: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answers are kept: with --ties keep nobody is asked again."""
+    (tmp_path / "judge.py").write_text("def score(completions, **_):\n    return [0.0] * len(completions)\n")
+    asked = [*written(tmp_path / "pairs.jsonl", PAIRS), *judge, "--output", tmp_path / "out.jsonl"]
+    assert relabel(*asked) == 2 and not (tmp_path / "out.jsonl").exists()
+    assert "no pair is left to write" in capsys.readouterr().err
+    assert relabel(*asked, "--ties", "keep") == 0
+    assert "Going on after 4 of 4" not in capsys.readouterr().out  # of whole chunks alone
+    assert len(response_files.read(tmp_path / "out.jsonl")) == 4
+
+
 def test_a_killed_command_goes_on(judge: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relabelling, "CHUNK", 1)
     asked = [*written(tmp_path / "pairs.jsonl", PAIRS), *judge]
