@@ -66,10 +66,10 @@ def write(
     if output.suffix == ".parquet":
         check_parquet([one.row(0, 1, [0.0] * len(one.answers)) for one in candidates])
     file = Unfinished(output, _made_by(given, config, samples), what="pairs")
-    file.cut(file.rows // CHUNK * CHUNK)
-    if file.rows:
-        say(f"Going on after {file.rows} of {len(candidates)} prompts, which are in {file.path}")
     if file.rows < len(candidates):
+        file.cut(file.rows // CHUNK * CHUNK)
+        if file.rows:
+            say(f"Going on after {file.rows} of {len(candidates)} prompts, which are in {file.path}")
         with joined(device, config.launch.timeout_minutes) as world:
             scorer = rewards.load(judged_by, world, sources)
             for first in range(file.rows, len(candidates), CHUNK):
@@ -82,9 +82,7 @@ def write(
     for line in _summary(given, lines, without):
         say(line)
     if not any(line["outcome"] in kept for line in lines):
-        raise ConfigError(
-            f"no pair is left to write: ask another judge, or give --ties keep; {file.path} has its answers"
-        )
+        raise ConfigError(f"no pair is left to write: ask another judge, or give --ties keep (scores: {file.path})")
     file.finish(lambda line: line["pair"] if line["outcome"] in kept else None)
 
 

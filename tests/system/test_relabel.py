@@ -200,7 +200,7 @@ def test_a_judge_that_tells_nothing_apart_is_told_so(
     assert relabel(*asked) == 2 and not (tmp_path / "out.jsonl").exists()
     assert "no pair is left to write" in capsys.readouterr().err
     assert relabel(*asked, "--ties", "keep") == 0
-    assert "Going on after 4 of 4" not in capsys.readouterr().out  # of whole chunks alone
+    assert "4 of 4 prompts" not in capsys.readouterr().out
     assert len(response_files.read(tmp_path / "out.jsonl")) == 4
 
 
