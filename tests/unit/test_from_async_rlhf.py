@@ -22,6 +22,7 @@ COMPONENTS = """
     PolicyAndValueWrapper OnlineTrainerState OnlineDPOConfig OnlineDPOVLLMConfig prepare_deepspeed repeat_generator
     generate_completions vllm_generate vllm_single_gpu_patch TRLParser YamlConfigParser WandbLogModelConfig copy_to
     prepare_dataset MyDPOTrainer MyDPOConfig KLPipeline PerplexityCallback RLOOTrainer sft.py reward_modeling.py
+    online_dpo.py rloo.py ppov2.py callbacks.py
     relabel_with_rm.py generate_for_eval.py load_and_eval.py train.sh train_generate_eval.sh generate_eval.sh env.sh
 """
 SCRIPT_ARGUMENTS = """
