@@ -54,7 +54,7 @@ def write(
 
     Raises:
         ConfigError: a row that cannot be encoded, a judge that does not fit, other settings that have begun this file,
-            or columns that its format cannot hold.
+            columns that its format cannot hold, or no pair that is left.
         RewardError: the judge failed.
     """
     tokenizer = _tokenizer(config)
@@ -66,10 +66,10 @@ def write(
     if output.suffix == ".parquet":
         check_parquet([one.row(0, 1, [0.0] * len(one.answers)) for one in candidates])
     file = Unfinished(output, _made_by(given, config, samples), what="pairs")
-    file.cut(file.rows // CHUNK * CHUNK)
-    if file.rows:
-        say(f"Going on after {file.rows} of {len(candidates)} prompts, which are in {file.path}")
     if file.rows < len(candidates):
+        file.cut(file.rows // CHUNK * CHUNK)
+        if file.rows:
+            say(f"Going on after {file.rows} of {len(candidates)} prompts, which are in {file.path}")
         with joined(device, config.launch.timeout_minutes) as world:
             scorer = rewards.load(judged_by, world, sources)
             for first in range(file.rows, len(candidates), CHUNK):
@@ -78,9 +78,11 @@ def write(
                 judged = zip(candidates[first : first + CHUNK], part, strict=True)
                 file.add([_judged(one, each) for one, each in judged])
                 say(f"{file.rows} of {len(candidates)} prompts")
-    for line in _summary(given, list(file.read()), without):
+    lines, kept = list(file.read()), {"told apart", "tie"} if given.ties == "keep" else {"told apart"}
+    for line in _summary(given, lines, without):
         say(line)
-    kept = {"told apart", "tie"} if given.ties == "keep" else {"told apart"}
+    if not any(line["outcome"] in kept for line in lines):
+        raise ConfigError(f"no pair is left to write: ask another judge, or give --ties keep (scores: {file.path})")
     file.finish(lambda line: line["pair"] if line["outcome"] in kept else None)
 
 

@@ -28,7 +28,7 @@ def _part(section: type[Section], doc: str, *names: str) -> Any:
     return create_model(section.__name__, __base__=Section, __doc__=doc, **fields)
 
 
-NOT_OF_PAIRS = {"completion_column", "messages_column", "loss_on", "max_row_tokens", "too_long"}
+NOT_OF_PAIRS = {"completion_column", "messages_column", "margin_column", "loss_on", "max_row_tokens", "too_long"}
 NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_fraction", "eval_overlap", "shuffle"}
 NOT_OF_PAIRS |= {"mixture", "new_special_tokens"}
 """Keys of ``data`` that say nothing about pairs to relabel."""

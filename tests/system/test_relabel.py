@@ -58,6 +58,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> list[object]:
     return ["--data.path", users.write_rows(path, rows)]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_pairs_by_a_reward_model_have_its_scores(gold: Path, tmp_path: Path) -> None:
     """Those of transformers for each answer by itself, and runs read what is written."""
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"] + " a", "rejected": "b c"} for row in users.ROWS]
@@ -77,10 +78,11 @@ def test_pairs_by_a_reward_model_have_its_scores(gold: Path, tmp_path: Path) -> 
         assert {row["chosen"], row["rejected"]} == {pair["chosen"], pair["rejected"]}
     assert {row["swapped"] for row in rows} == {True, False}
     policy = users.model_folder(tmp_path / "policy")
-    run_here(
-        f"--algo dpo --model.path {policy} --data.path {tmp_path}/out.parquet --train.steps 1 --train.rows_per_step 2 "
-        f"--launch.device cpu --output_dir {tmp_path} --name run"
-    )
+    for algo in ("dpo", "reward_model"):
+        run_here(
+            f"--algo {algo} --model.path {policy} --data.path {tmp_path}/out.parquet --train.steps 1 "
+            f"--train.rows_per_step 2 --launch.device cpu --output_dir {tmp_path} --name {algo}"
+        )
 
 
 def test_conversations_are_judged_by_the_tokens_that_training_has(gold: Path, tmp_path: Path) -> None:
@@ -187,6 +189,19 @@ def test_what_the_judge_drops(judge: list[object], tmp_path: Path, capsys: pytes
     assert relabel(*written(tmp_path / "pairs.jsonl", PAIRS), *judge, "--output", tmp_path / "out.jsonl") == 0
     assert [row["id"] for row in response_files.read(tmp_path / "out.jsonl")] == [0]
     assert "ties: 1 dropped; without a score: 2 dropped" in capsys.readouterr().out
+
+
+def test_a_judge_that_tells_nothing_apart_is_told_so(
+    judge: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answers are kept: with --ties keep nobody is asked again."""
+    (tmp_path / "judge.py").write_text("def score(completions, **_):\n    return [0.0] * len(completions)\n")
+    asked = [*written(tmp_path / "pairs.jsonl", PAIRS), *judge, "--output", tmp_path / "out.jsonl"]
+    assert relabel(*asked) == 2 and not (tmp_path / "out.jsonl").exists()
+    assert "no pair is left to write" in capsys.readouterr().err
+    assert relabel(*asked, "--ties", "keep") == 0
+    assert "4 of 4 prompts" not in capsys.readouterr().out
+    assert len(response_files.read(tmp_path / "out.jsonl")) == 4
 
 
 def test_a_killed_command_goes_on(judge: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from algorithms.registry import BUILT_IN
 from engine.config import ConfigError, cli
 from engine.config.keys import leaves
 from engine.evaluation.settings import Evaluate, Generate, Relabel
@@ -23,6 +22,7 @@ COMPONENTS = """
     PolicyAndValueWrapper OnlineTrainerState OnlineDPOConfig OnlineDPOVLLMConfig prepare_deepspeed repeat_generator
     generate_completions vllm_generate vllm_single_gpu_patch TRLParser YamlConfigParser WandbLogModelConfig copy_to
     prepare_dataset MyDPOTrainer MyDPOConfig KLPipeline PerplexityCallback RLOOTrainer sft.py reward_modeling.py
+    online_dpo.py rloo.py ppov2.py callbacks.py
     relabel_with_rm.py generate_for_eval.py load_and_eval.py train.sh train_generate_eval.sh generate_eval.sh env.sh
 """
 SCRIPT_ARGUMENTS = """
@@ -227,7 +227,6 @@ def test_their_supervised_run_can_run() -> None:
     assert (timed["train.steps"], timed["eval.every_steps"], timed["train.epochs"]) == (101, 21, None)
 
 
-@pytest.mark.skipif("reward_model" not in BUILT_IN, reason="--algo reward_model is not here")
 def test_their_reward_model_can_be_trained() -> None:
     theirs = {key: value for key, value in SFT.items() if key not in ("task_type", "max_seq_length")}
     found = pipeline.translate("reward_modeling.py", theirs | {"max_length": 640, "tokenizer_name": "x"}, 1)
