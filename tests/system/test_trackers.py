@@ -30,7 +30,7 @@ def recorder(run_dir: Path, start_step: int = 0, **projects: str) -> Recorder:
 
 
 def logged(file: Path) -> list[dict[str, Any]]:
-    """The history in a file of wandb's, whose records are in blocks as in LevelDB's log, each in one part or several."""
+    """The history in a file of wandb's: records in blocks as in LevelDB's log, each in one part or several."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, whole, found = file.read_bytes(), 7, b"", []
