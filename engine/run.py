@@ -21,11 +21,11 @@ from engine.start import checks
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
     "lora.alpha", "lora.target_modules", "data.task", "data.path", "data.name", "data.split", "data.shuffle",
-    "data.prompt_column", "data.completion_column", "data.messages_column", "data.chosen_column",
-    "data.rejected_column", "data.loss_on", "data.max_row_tokens", "data.too_long", "data.chat_template",
-    "data.templated", "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch",
-    "train.minibatches_per_batch", "schedule.placement", "schedule.staleness",
-    "schedule.generators",
+    "data.mixture", "data.eval_fraction", "data.prompt_column", "data.completion_column", "data.messages_column",
+    "data.chosen_column", "data.rejected_column", "data.tools_column", "data.loss_on", "data.max_row_tokens",
+    "data.too_long", "data.chat_template", "data.chat_template_kwargs", "data.new_special_tokens", "data.templated",
+    "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
+    "schedule.placement", "schedule.staleness", "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 

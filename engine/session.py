@@ -22,7 +22,7 @@ from engine.report import records
 from engine.report.closing import closing_lines, what_next
 from engine.report.recorder import Recorder
 from engine.rewards import RewardError
-from engine.rollouts import experience, off_policy
+from engine.rollouts import experience, off_policy, sample_records
 from engine.run_folder import checkpoints, folder, in_flight
 from engine.run_folder.summary import summary
 from engine.sample import Sample
@@ -222,7 +222,7 @@ class Session:
             metrics = experience.row_metrics(samples, metrics, world)
         else:
             metrics = experience.metrics(samples, batch, world, config.has_verifier) | self._given | metrics
-            metrics["reward/dropped_fraction"] = self._dropped_fraction(samples)
+            metrics["reward/dropped_fraction"] = experience.dropped_fraction(samples, self._sampled, world)
             behaviour = experience.behaviour_logprobs(samples)
             assert batch.old_logprobs is not None
             metrics |= off_policy.metrics(config, samples, batch.old_logprobs, behaviour, current.version - 1, world)
@@ -248,15 +248,10 @@ class Session:
             **{f"time/{name}": spent for name, spent in self._phases.items()},
         }
         self._phases.clear()
+        shown = sample_records.of_step(samples, self._sampled, self._tokenizer, config, world)
         if self._recorder:
             self._recorder.step(current.step, metrics)
-            shown = (samples or self._sampled)[: config.save.samples_per_step]
-            self._recorder.samples(current.step, [one.record for one in shown])
-
-    def _dropped_fraction(self, samples: list[Sample]) -> float:
-        """The share of the batch that is not trained on."""
-        trained = self.world.sum(torch.tensor([len(samples), len(self._sampled)], dtype=torch.float64))
-        return float(1 - trained[0] / trained[1])
+            self._recorder.samples(current.step, shown)
 
     def evaluate(self) -> None:
         """Held-out responses, or the loss on held-out rows, if it is time; the best policy so far is kept."""
@@ -281,9 +276,12 @@ class Session:
                     self._export("best")
 
     def _measured(self, samples: list[Sample]) -> dict[str, float]:
-        """The metrics of an evaluation, from this rank's share of the held-out samples."""
+        """The metrics of an evaluation, from this rank's share of the held-out samples; responses are recorded."""
         if self.scorer is not None:
             self.scorer.score(samples)
+            shown = sample_records.of_evaluation(samples, self._tokenizer, self.config, self.world)
+            if self._recorder:
+                self._recorder.samples(self.state.step, shown)
             return experience.held_out_metrics(samples, self.config, self.world)
         rollout = experience.rollout(samples, None, self.reference_logprobs(samples), None, None)
         objective = experience.objective(self.config, rollout, 0.0, self.world, self.state.step)

@@ -1,8 +1,8 @@
 """A run's settings, without torch: the typed tree, its command line and its YAML files.
 
 Others import the names below, ``cli``, ``yaml_file``, ``numerics``, ``user_code``, ``user_algorithm``, ``quoted``,
-of the tree's files ``schema``, ``inputs``, ``learning`` and ``running`` for single sections, and for settings of their
-own ``keys`` and ``help_text``.
+``template_file``, of the tree's files ``schema``, ``inputs``, ``learning`` and ``running`` for single sections, and for
+settings of their own ``keys`` and ``help_text``.
 """
 
 from algorithms.base import Section

@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from algorithms.registry import BUILT_IN
-from engine.config import Config, ConfigError, Section, help_text, user_algorithm, yaml_file
+from engine.config import Config, ConfigError, Section, help_text, template_file, user_algorithm, yaml_file
 from engine.config.keys import container, form, is_item, leaves, section_of, unknown
 
 Tree = typing.TypeVar("Tree", bound=Section)
@@ -86,7 +87,7 @@ def assign_options(tree: dict[str, Any], kind: type[Section], command: Command) 
     if name := command.without_value:
         raise ConfigError(f"--{name} needs a value: --{name} VALUE, or --{name}=VALUE if it begins with --")
     for key, text in sorted(given.items(), key=lambda one: is_item(kind, one[0])):  # a mapping before its single items
-        yaml_file.assign(tree, key, text if is_item(kind, key) else _value(kind, key, text))
+        yaml_file.assign(tree, key, _item(kind, key, text) if is_item(kind, key) else _value(kind, key, text))
 
 
 def read_options(argv: list[str]) -> Command:
@@ -133,7 +134,7 @@ def _file(command: Command) -> dict[str, Any]:
             raise ConfigError(f"resume: '{given['resume']}' is not a run folder, it has no config.yaml")
         if moved := {"name", "output_dir"} & given.keys():
             raise ConfigError(f"{moved.pop()}: a resumed run stays in its folder, {given['resume']}")
-    elif command.config is None and not {"model.path", "data.path", "data.task"} & given.keys():
+    elif command.config is None and not {"model.path", "data.path", "data.mixture", "data.task"} & given.keys():
         known = BUILT_IN.get(given.get("algo", ""))
         command.config = str(quickstart(known is not None and known.batches == "rows"))
     tree = yaml_file.read(command.config) if command.config else {}
@@ -157,7 +158,7 @@ def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
         return kind.model_validate({k: {} if v is None and k in sections else v for k, v in tree.items()})
     except ValidationError as error:
         fault = error.errors()[0]
-        key = ".".join(str(part) for part in fault["loc"])
+        key = _key(kind, fault["loc"])
         if fault["type"] == "extra_forbidden":
             raise ConfigError(unknown(kind, key)) from None
         if isinstance(fault["input"], Mapping) and fault["type"] == "model_type":
@@ -167,16 +168,25 @@ def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
         raise ConfigError(f"{key} = {fault['input']!r}: {said}") from None
 
 
+def _key(kind: type[Section], place: tuple[int | str, ...]) -> str:
+    """The dotted key of a fault, without what pydantic adds to it where a value may be of several types."""
+    key = ".".join(map(str, place))
+    single = [leaf for leaf, field in leaves(kind) if container(field) is None]
+    return next((leaf for leaf in single if key.startswith(f"{leaf}.")), key)
+
+
 def load_run(run_dir: Path) -> Config:
     """The configuration of a run folder; its name and place are the folder's own, wherever it lies now."""
     return validate(_at(yaml_file.read(str(run_dir / "config.yaml")), run_dir))
 
 
 def _at(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A run's settings without its name and place, and with its own copy of a user's algorithm."""
+    """A run's settings without its name and place, and with its own copies of a user's algorithm and template."""
     here = {key: value for key, value in tree.items() if key not in ("name", "output_dir")}
     if "algo" in here:
         here["algo"] = user_algorithm.in_folder(here["algo"], run_dir)
+    if isinstance(data := here.get("data"), dict) and "chat_template" in data:
+        here["data"] = data | {"chat_template": template_file.in_folder(data["chat_template"], run_dir)}
     return here
 
 
@@ -214,14 +224,27 @@ def _value(kind: type[Section], key: str, text: str) -> Any:
     several = container(field)
     if several is None:
         return text
+    read = yaml_file.typed if _holds_anything(field) else yaml_file.value
+    where = f"{key} = {text!r}"
     if text.strip().startswith("{" if several is dict else "["):
-        return yaml_file.value(text, f"{key} = {text!r}")
+        return read(text, where)
     if several is not dict:
         return _parts(text) if text else []
     pairs = [part.partition("=") for part in _parts(text)] if text else []
     if all(name.strip() and equals for name, equals, _ in pairs):
-        return {name.strip(): item for name, _, item in pairs}
-    return yaml_file.value(text, f"{key} = {text!r}")
+        return {name.strip(): read(item, where) if _holds_anything(field) else item for name, _, item in pairs}
+    return read(text, where)
+
+
+def _item(kind: type[Section], key: str, text: str) -> Any:
+    """One item of a mapping: text, unless the mapping takes values of any kind."""
+    field = next(field for leaf, field in leaves(kind) if container(field) is dict and key.startswith(f"{leaf}."))
+    return yaml_file.typed(text, f"{key} = {text!r}") if _holds_anything(field) else text
+
+
+def _holds_anything(field: FieldInfo) -> bool:
+    """True for a mapping whose values are of any kind, read as in a YAML file."""
+    return typing.get_args(field.annotation)[1:] == (Any,)
 
 
 def _parts(text: str) -> list[str]:

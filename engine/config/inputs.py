@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from algorithms.base import Positive, Section
 
@@ -61,6 +61,56 @@ class Lora(Section):
     )
 
 
+SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+"""Words of a command line for yes and no."""
+TAKEN = {
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""What ``apply_chat_template`` takes that is no variable of the template, or that rows and the engine fill."""
+
+
+def _switch_or_file(given: Any) -> Any:
+    """A template's file, or a switch, which a command line gives as text."""
+    if not isinstance(given, str):
+        return given
+    if (word := given.strip().lower()) in SWITCH:
+        return SWITCH[word]
+    if not given.endswith(".jinja"):
+        raise ValueError("must be true, false or the file of a template, whose name ends with .jinja")
+    return with_home(given)
+
+
+def _checked_names(given: list[str]) -> list[str]:
+    for name in given:
+        if name != name.strip() or not name or given.count(name) > 1:
+            raise ValueError(f"{name!r} is empty, has a blank at its border, or comes twice")
+    return given
+
+
+def _checked_variables(given: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(given.keys() & TAKEN):
+        raise ValueError(f"'{taken[0]}' is no variable of a template that a setting may give: leave it out")
+    return given
+
+
+class MixtureSource(Section):
+    """One data set of ``data.mixture``."""
+
+    path: str = Field(description="As data.path")
+    name: str | None = Field(None, description="As data.name")
+    split: str = Field("train", description="As data.split")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Its share of the rows, over the sum of all weights")
+    prompt_column: str | None = Field(
+        None, description="What this source calls the column data.prompt_column. Default: the same"
+    )
+    completion_column: str | None = Field(None, description="What it calls data.completion_column")
+    messages_column: str | None = Field(None, description="What it calls data.messages_column")
+    chosen_column: str | None = Field(None, description="What it calls data.chosen_column")
+    rejected_column: str | None = Field(None, description="What it calls data.rejected_column")
+
+
 class Data(Section):
     """Where prompts come from, and what the rows are that an algorithm learns from without sampling."""
 
@@ -69,8 +119,9 @@ class Data(Section):
     )
     path: str | None = Field(
         None,
-        description="Prompts or rows: a .jsonl or .parquet file, or the name of a Hugging Face data set (needs the "
-        "package datasets) or a folder laid out as one. Instead of data.task",
+        description="Prompts or rows: a .jsonl, .json (each may be gzipped: .gz) or .parquet file, a folder by "
+        "save_to_disk or one laid out as a Hugging Face data set, or the name of such a data set (needs the package "
+        "datasets). Instead of data.task",
     )
     name: str | None = Field(
         None, description="Configuration of the Hugging Face data set data.path, such as main; for one that has several"
@@ -78,11 +129,21 @@ class Data(Section):
     split: str = Field(
         "train", description="Split of a Hugging Face data set to train on; a file has none, so leave it out there"
     )
+    mixture: list[MixtureSource] = Field(
+        default_factory=list,
+        description="Several data sets instead of data.path: a list of {path, name, split, weight, prompt_column, "
+        "...}. Every batch has rows of each in proportion to the weights, each in shuffled passes of its own",
+    )
     eval_path: str | None = Field(
         None, description="Held-out prompts, same formats as data.path. Default: no evaluation"
     )
     eval_name: str | None = Field(None, description="Configuration of the Hugging Face data set data.eval_path")
     eval_split: str | None = Field(None, description="Split of the Hugging Face data set data.path to evaluate on")
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Hold out this share of the prompts of data.path or data.mixture, chosen by a hash of the prompt: "
+        "rows with equal prompts are on one side, whatever other rows there are",
+    )
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a string, a list of chat messages, or a list of token ids"
     )
@@ -101,6 +162,11 @@ class Data(Section):
         "without data.prompt_column in the row, the prompt is what both answers begin with",
     )
     rejected_column: str = Field("rejected", description="The same: column with the worse answer")
+    tools_column: str | None = Field(
+        None,
+        description="Column with the tools of a conversation, for the chat template: a list of JSON schemas, or that "
+        "list as text; null for a row without any. Default: no tools",
+    )
     margin_column: str | None = Field(
         None,
         description="With a reward model: column with a number, by how much the better answer's score has to be above "
@@ -120,8 +186,19 @@ class Data(Section):
     eval_overlap: bool = Field(
         False, description="Let the held-out prompts be those that are trained on: the same file, or the same split"
     )
-    chat_template: bool = Field(
-        False, description="Wrap string prompts as a user message in the tokenizer's chat template"
+    chat_template: Annotated[bool | str, BeforeValidator(_switch_or_file)] = Field(
+        False,
+        description="Wrap string prompts as a user message in the tokenizer's chat template; or the .jinja file of a "
+        "template that takes its place, and is saved with the model",
+    )
+    new_special_tokens: Annotated[list[str], AfterValidator(_checked_names)] = Field(
+        default_factory=list,
+        description="Special tokens that the tokenizer may lack, such as [<|im_start|>, <|im_end|>]: they get rows in "
+        "embedding and head, and are saved with the model",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_checked_variables)] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, wherever it is filled, such as {enable_thinking: false}",
     )
     templated: bool = Field(
         False,
@@ -129,6 +206,22 @@ class Data(Section):
         "Default: they are text",
     )
     shuffle: bool = Field(True, description="New order of the prompts or rows every epoch, drawn from the seed")
+
+    @property
+    def changes_tokenizer(self) -> bool:
+        """True where the policy's tokenizer gets a template from a file or new tokens."""
+        return isinstance(self.chat_template, str) or bool(self.new_special_tokens)
+
+    @property
+    def label(self) -> str | None:
+        """What the rows are called for people: the task, the data set, or those of a mixture; None without any."""
+        mixture = " + ".join(source.path for source in self.mixture) or None
+        return next((one for one in (self.task, self.path, mixture) if one is not None), None)
+
+    @property
+    def has_held_out(self) -> bool:
+        """True where a setting says what is held out."""
+        return any(one is not None for one in (self.task, self.eval_path, self.eval_split, self.eval_fraction))
 
 
 class Reward(Section):

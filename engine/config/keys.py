@@ -40,6 +40,12 @@ def container(field: FieldInfo) -> type | None:
     return origin if origin in FORMS else None
 
 
+def items_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each item of a list is, if it is one."""
+    inner = typing.get_args(field.annotation)[:1] if container(field) is list else ()
+    return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], Section) else None
+
+
 def is_item(tree: type[Section], key: str) -> bool:
     """True for one item of a mapping, such as reward.weights.model."""
     mappings = (leaf for leaf, field in leaves(tree) if container(field) is dict)
@@ -49,6 +55,8 @@ def is_item(tree: type[Section], key: str) -> bool:
 def form(tree: type[Section], key: str) -> str:
     """What to add to a message about a value of several parts, or about one of the parts."""
     for leaf, field in leaves(tree):
+        if (inner := items_of(field)) and f"{key}.".startswith(f"{leaf}."):
+            return f"; it reads [{{key: value, ...}}, ...] with the keys {', '.join(inner.model_fields)}"
         if (kind := container(field)) and f"{key}.".startswith(f"{leaf}."):
             return f"; it reads {FORMS[kind].replace('KEY', leaf)}"
     return ""
@@ -56,6 +64,9 @@ def form(tree: type[Section], key: str) -> str:
 
 def unknown(tree: type[Section], key: str) -> str:
     """One line for a key that does not exist, with the nearest ones that do, those of its own section first."""
+    for name, field in leaves(tree):
+        if (inner := items_of(field)) and key.startswith(f"{name}."):
+            return f"unknown key '{key}'; an item of {name} has the keys {', '.join(inner.model_fields)}"
     section, _, leaf = key.rpartition(".")
     known = {name: name.rpartition(".") for name, _ in leaves(tree)}
     near = [name for name, (_, _, last) in known.items() if _means(leaf, last)]
@@ -80,7 +91,8 @@ def type_name(annotation: Any) -> str:
     if origin is typing.Annotated:
         return type_name(args[0])
     if origin in FORMS:
-        return "NAME=VALUE,..." if origin is dict else "A,B,..."
+        of_sections = args and isinstance(args[0], type) and issubclass(args[0], Section)
+        return "NAME=VALUE,..." if origin is dict else "[{KEY: VALUE,...},...]" if of_sections else "A,B,..."
     if args:
         return "|".join(type_name(a) for a in args if a is not type(None))
     return str(getattr(annotation, "__name__", annotation)).upper()

@@ -134,6 +134,8 @@ class Save(Section):
     best: bool = Field(
         True, description="Keep the policy that did best on the held-out prompts or rows, in the folder best"
     )
-    samples_per_step: Annotated[int, Field(ge=0)] = Field(
-        8, description="Samples (or rows) of each step written to samples.jsonl"
+    samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        8,
+        description="Samples (or rows) of each step, and held-out responses of each evaluation, written to "
+        "samples.jsonl: so many of rank 0's; or all, of every rank, dropped ones too",
     )

@@ -66,6 +66,11 @@ def value(text: str, where: str) -> Any:
     return _load(text, yaml.BaseLoader, where)
 
 
+def typed(text: str, where: str) -> Any:
+    """A value of the command line as it would be read in a file: a number, true, null, text, a list or mapping."""
+    return _load(text, _Loader, where)
+
+
 def assign(tree: dict[str, Any], key: str, item: Any) -> None:
     """Sets a dotted key; an empty section on the way becomes a mapping."""
     *sections, leaf = key.split(".")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from engine.config import Data
 
+Tools = list[dict[str, Any]]
+"""JSON schemas."""
+PLAIN_TOOLS = "the row has tools, and a string prompt without data.chat_template has no place for them"
 PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "x"}],
     [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}],
@@ -55,7 +58,7 @@ class PromptEncoder:
     ) -> None:
         """``ends`` are ids that end a response; ``vocabulary`` is how many tokens the model knows."""
         self._tokenizer, self._data, self._vocabulary = tokenizer, data, vocabulary
-        self._names = _control_tokens(tokenizer, ends)
+        self._names = _control_tokens(tokenizer, ends, data.chat_template_kwargs)
         self._unknown = _unknown_token(tokenizer)
         self._ids = frozenset(self._names.values()) - {self._unknown}
         by_length = sorted(self._names, key=len, reverse=True)
@@ -65,18 +68,20 @@ class PromptEncoder:
         added = tokenizer.added_tokens_decoder
         self._normalises = any(added[i].normalized for i in self._ids if i in added)
 
-    def encode(self, prompt: Any) -> Encoded:
-        """Token ids of a prompt.
+    def encode(self, prompt: Any, tools: Tools | None = None) -> Encoded:
+        """Token ids of a prompt, of messages with the tools that the assistant may call.
 
         Raises:
             PromptError: no string, messages or ids; text that is no text; a template that cannot be filled.
         """
         if isinstance(prompt, str):
             if self._data.chat_template:
-                return self._messages([{"role": "user", "content": prompt}])
+                return self._messages([{"role": "user", "content": prompt}], tools)
+            if tools:
+                raise PromptError(PLAIN_TOOLS)
             return self._string(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt):
-            return self._messages(prompt)
+            return self._messages(prompt, tools)
         if isinstance(prompt, list) and all(type(one) is int for one in prompt):  # True is an int, too
             if any(one < 0 for one in prompt):
                 raise PromptError(f"the token id {min(prompt)} is negative")
@@ -89,9 +94,9 @@ class PromptEncoder:
             raise PromptError(f"{wanted}, not null")
         raise PromptError(f"{wanted}, not {type(prompt).__name__}: {prompt!r:.80}")
 
-    def conversation(self, messages: list[dict[str, Any]]) -> Encoded:
+    def conversation(self, messages: list[dict[str, Any]], tools: Tools | None = None) -> Encoded:
         """Token ids of messages whose last one is finished, what ends its turn included; raises ``PromptError``."""
-        return self._messages(messages, finished=True)
+        return self._messages(messages, tools, finished=True)
 
     def followed(self, prompt: str, text: str) -> tuple[Encoded, list[int]]:
         """A string prompt as ``encode`` gives it, and the ids of a text that follows it.
@@ -124,29 +129,44 @@ class PromptEncoder:
             ids = ids[front:]
         return self._encoded(ids, plain=True)
 
-    def _messages(self, messages: list[dict[str, Any]], finished: bool = False) -> Encoded:
-        if self._tokenizer.chat_template is None:
+    def _messages(self, messages: list[dict[str, Any]], tools: Tools | None = None, finished: bool = False) -> Encoded:
+        template = self._tokenizer.chat_template
+        if template is None:
             raise PromptError("chat messages need a tokenizer with a chat template; this one has none")
+        if tools and "tools" not in str(template):
+            raise PromptError("the row has tools, and the tokenizer's chat template does not know of any")
         messages = [checked_message(message, f"message {place}") for place, message in enumerate(messages)]
-        texts = list(strings(messages))
+        texts = [*strings(messages), *strings(tools)]
         names = sorted({name for text in texts for name in self._pattern.findall(text)})
         if self._normalises and self._found_otherwise(texts):
             raise PromptError(self._no_text(" ".join(texts)))
         if not names:
-            text = render(messages, self._tokenizer, finished)
+            text = self._filled(messages, tools, finished)
             return self._encoded(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
-        ids = self._with_names_as_text(messages, names, texts, finished)
+        ids = self._with_names_as_text(messages, tools, names, texts, finished)
         return self._encoded(ids, held_control=True)
 
+    def _filled(self, messages: list[dict[str, Any]], tools: Tools | None, finished: bool) -> str:
+        variables = self._data.chat_template_kwargs | ({"tools": tools} if tools else {})
+        return render(messages, self._tokenizer, finished, variables)
+
     def _with_names_as_text(
-        self, messages: list[dict[str, Any]], names: list[str], texts: list[str], finished: bool
+        self,
+        messages: list[dict[str, Any]],
+        tools: Tools | None,
+        names: list[str],
+        texts: list[str],
+        finished: bool,
     ) -> list[int]:
         """Fills the template with stand-ins for ``names``, so that what is a control token's name then is its own."""
         taken = set("".join(texts))
         free = (char for char in map(chr, range(FIRST_STAND_IN, 0x110000)) if char not in taken)
         stand_in = dict(zip(names, free, strict=False))
-        blinded = replaced(messages, lambda text: self._pattern.sub(lambda m: stand_in[m[0]], text))
-        filled = render(blinded, self._tokenizer, finished)
+
+        def blind(value: Any) -> Any:
+            return replaced(value, lambda text: self._pattern.sub(lambda match: stand_in[match[0]], text))
+
+        filled = self._filled(blind(messages), blind(tools), finished)
         expected = list(self._tokenizer(filled, add_special_tokens=False)["input_ids"])
         private = self._pattern.sub(lambda match: self._private[match[0]], filled)
         if list(self._blind.encode(private, add_special_tokens=False).ids) != expected:
@@ -217,8 +237,10 @@ class PromptEncoder:
         return blind
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> dict[str, int]:
-    """Names and ids of the control tokens."""
+def _control_tokens(
+    tokenizer: PreTrainedTokenizerBase, ends: Collection[int], variables: Mapping[str, Any]
+) -> dict[str, int]:
+    """Names and ids of the control tokens; ``variables`` are the chat template's."""
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
     named = set(tokenizer.all_special_ids)
     control = {i for i, token in added.items() if token.special or i in named or i in ends}
@@ -226,7 +248,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -
         shown = []
         for messages in PROBES:
             try:
-                shown.append(render(messages, tokenizer))
+                shown.append(render(messages, tokenizer, variables=variables))
             except PromptError:
                 continue
         shown.append(str(tokenizer.chat_template))  # turns of tools and the like, which no short conversation has

@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
 from engine.config.quoted import words
-from engine.models import model_folder, weight_files
+from engine.models import model_folder, vocabulary, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def vocabulary_size(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the policy's vocabulary, from its configuration; of the embedded task's model, its tokenizer's."""
+    """Tokens of the policy's vocabulary, from its configuration; of the embedded task's model, its tokenizer's.
+
+    New tokens (``data.new_special_tokens``) count as well, before the model has rows for them.
+    """
     path = config.model.path
     if path is None:
         return len(tokenizer)
-    return int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
+    size = int(model_folder.read_config("model.path", path).get_text_config().vocab_size)
+    if not config.data.changes_tokenizer:
+        return size
+    return vocabulary.grown(size, max(tokenizer.get_vocab().values()) + 1)
 
 
 def stop_token_ids(

@@ -1,4 +1,4 @@
-"""The padding token of a reward model's tokenizer: one that no response can end with.
+"""A padding token that no response can end with: of a reward model's tokenizer, or of one that gets new tokens.
 
 A sequence classifier of transformers reads the score of a padded row at its last token that is not padding. Where
 padding were the token that ends a response, as in many policies' tokenizers, that would be the token before.
@@ -30,6 +30,14 @@ def give(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
         a note for the person where it is another one than before.
     """
     tokenizer.padding_side = "right"
+    found = choose(config, tokenizer)
+    if found is None:
+        return None
+    return f"The reward model's padding is {found} ({tokenizer.pad_token_id}): it must end no response"
+
+
+def choose(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Gives it such a padding token, chosen as ``give`` says; what that is, where it is another one than before."""
     vocabulary = vocabulary_size(config, tokenizer)
     used = {*stop_token_ids(config, tokenizer, vocabulary), *_with_a_meaning(tokenizer)}
     if _fits(tokenizer.pad_token_id, used, vocabulary):
@@ -37,8 +45,7 @@ def give(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
     found = next((token for token in _spare(tokenizer) if _fits(token, used, vocabulary)), None)
     name = _new_name(tokenizer) if found is None else str(tokenizer.convert_ids_to_tokens(found))
     tokenizer.add_special_tokens({"pad_token": name})
-    kind = "a new token" if found is None else "a token that nothing uses"
-    return f"The reward model's padding is {name} ({tokenizer.pad_token_id}), {kind}: it must end no response"
+    return f"{name}, {'a new token' if found is None else 'a token that nothing uses'}"
 
 
 def _fits(token: int | None, used: set[int], vocabulary: int) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
 from engine.config.quoted import kind_and_words
-from engine.data import checks as data_checks
+from engine.data import sources
 from engine.data.encoding import PromptEncoder
 from engine.data.end_of_sequence import ends_note, stop_token_ids, vocabulary_size
-from engine.data.row_files import Row
-from engine.data.templates import PromptError
+from engine.data.file_formats import Row
+from engine.data.sources import Source
+from engine.data.stream import Mixed, Part
+from engine.data.templates import PromptError, tools_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,16 +70,18 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     Raises:
         ConfigError: unreadable file, missing column, a prompt that cannot be used, or none left; names file and row.
     """
-    reader = _Reader.of(config, tokenizer)
-    if config.data.task is not None:
-        train_rows, held_out_rows = _task_rows(config.data.task, False), _task_rows(config.data.task, True)
-        train = reader.prompts(train_rows, "training")
-        return train, reader.prompts(held_out_rows, "held-out", config.eval.prompts), reader.notes
-    train_origin, held_out_origin = data_checks.origins(config.data)
-    train = reader.prompts(train_origin.rows(), "training")
-    if held_out_origin is None:
+    reader, data = _Reader.of(config, tokenizer), config.data
+    if data.task is not None:
+        train = reader.prompts(_task_rows(data.task, False), "training", data.task)
+        return (
+            train,
+            reader.prompts(_task_rows(data.task, True), "held-out", data.task, config.eval.prompts),
+            reader.notes,
+        )
+    train = reader.training(sources.training(data))
+    if not (held_out_sources := sources.held_out(data)):
         return train, [], reader.notes
-    held_out = reader.prompts(held_out_origin.rows(), "held-out", config.eval.prompts)
+    held_out = reader.held_out(held_out_sources, config.eval.prompts)
     asked = {tuple(prompt.ids) for prompt in held_out}
     trained = asked.intersection(tuple(prompt.ids) for prompt in train)
     if shared := sum(tuple(prompt.ids) in trained for prompt in held_out):
@@ -93,13 +97,17 @@ def load_set(
     Raises:
         ConfigError: as ``load_prompts`` does, or there is no such set.
     """
-    reader, kind = _Reader.of(config, tokenizer), "held-out" if held_out else "training"
-    if config.data.task is not None:
-        return reader.prompts(_task_rows(config.data.task, held_out), kind, limit), reader.notes
-    origin = data_checks.origins(config.data)[held_out]
-    if origin is None:
-        raise ConfigError("there are no held-out prompts: give them by data.eval_path or data.eval_split")
-    return reader.prompts(origin.rows(), kind, limit), reader.notes
+    reader, data = _Reader.of(config, tokenizer), config.data
+    if data.task is not None:
+        kind = "held-out" if held_out else "training"
+        return reader.prompts(_task_rows(data.task, held_out), kind, data.task, limit), reader.notes
+    if not held_out:
+        return reader.training(sources.training(data), limit), reader.notes
+    if not (held_out_sources := sources.held_out(data)):
+        raise ConfigError(
+            "there are no held-out prompts: give them by data.eval_path, data.eval_split or data.eval_fraction"
+        )
+    return reader.held_out(held_out_sources, limit), reader.notes
 
 
 def _task_rows(task: str, held_out: bool) -> list[Row]:
@@ -125,8 +133,19 @@ class _Reader:
         notes = [ends_note(stops, tokenizer, config)]
         return cls(config, PromptEncoder(tokenizer, config.data, stops, vocabulary), notes)
 
-    def prompts(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Prompt]:
-        """The usable prompts of a source, at most ``limit``; raises ``ConfigError`` if there is none."""
+    def training(self, found: Sequence[Source], limit: int | None = None) -> list[Prompt]:
+        """The usable prompts of all sources, at most ``limit`` of each; raises ``ConfigError`` if one has none."""
+        parts = [
+            Part(one.origin.path, one.weight, self.prompts(one.rows(), "training", one.name, limit)) for one in found
+        ]
+        return Mixed(parts) if self.config.data.mixture else parts[0].items
+
+    def held_out(self, found: Sequence[Source], limit: int | None) -> list[Prompt]:
+        """Likewise, at most ``limit`` in all, of several sources in turns."""
+        return self.prompts(sources.in_turns(found), "held-out", " + ".join(one.name for one in found), limit)
+
+    def prompts(self, rows: Iterable[Row], kind: str, source: str, limit: int | None = None) -> list[Prompt]:
+        """The usable prompts of rows, at most ``limit``; raises ``ConfigError`` if there is none."""
         longest = self.config.rollout.max_prompt_tokens
         prompts: list[Prompt] = []
         too_long = held_control = seen = 0
@@ -142,9 +161,6 @@ class _Reader:
             held_control += held
         if not prompts:
             why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})" if seen else "it has no rows"
-            source = self.config.data.task or self.config.data.path
-            if kind == "held-out":
-                source = self.config.data.eval_path or f"{source}, data.eval_split {self.config.data.eval_split}"
             raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
         if too_long:
             self.notes.append(
@@ -164,7 +180,7 @@ class _Reader:
             names = ", ".join(row.columns) or "none"
             raise ConfigError(f"{row.place}: {kind} data has no column '{column}' (data.prompt_column), but {names}")
         try:
-            encoded = self.encoder.encode(row.columns[column])
+            encoded = self.encoder.encode(row.columns[column], tools_of(row.columns, self.config.data))
         except PromptError as error:
             raise ConfigError(f"{row.place}, column '{column}': {error}") from error
         if not encoded.ids:

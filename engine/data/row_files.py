@@ -12,40 +12,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from engine.config import ConfigError
 from engine.config.quoted import kind_and_words
+from engine.data.file_formats import SUFFIXES, Row, file_rows, saved_rows
 
-ACCEPTED = "a .jsonl or .parquet file, or the name of a Hugging Face data set"
+ACCEPTED = "a .json, .jsonl or .parquet file, or the name of a Hugging Face data set"
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
-SUFFIXES = (".jsonl", ".parquet")
-"""Of the files that are read, in lower or upper case."""
 OTHER_FILES = re.compile(
-    r"\.(json|ndjson|jsonlines|csv|tsv|txt|arrow|feather|orc|pq|pkl|npy|npz|yaml|yml|xlsx?|db|tar|tgz|zip|gz|bz2|xz|zst)$",
+    r"\.(ndjson|jsonlines|csv|tsv|txt|arrow|feather|orc|pq|pkl|npy|npz|yaml|yml|xlsx?|db|tar|tgz|zip|gz|bz2|xz|zst)$",
     re.IGNORECASE,
 )
 """Names that only a file can have."""
-
-
-class Row(NamedTuple):
-    """A row of a data set and where it stands, for messages."""
-
-    source: str
-    number: int
-    """Counted from 0."""
-    line: int | None
-    """Counted from 1, in a .jsonl file."""
-    columns: dict[str, Any]
-
-    @property
-    def place(self) -> str:
-        """In words."""
-        if self.line is None:
-            return f"{self.source} row {self.number} (counted from 0)"
-        return f"{self.source} line {self.line} (row {self.number} counted from 0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +37,13 @@ class Origin:
     name: str | None
     split: str
     files: tuple[str, ...] = ()
+    saved: str | None = None
+    """The folder that ``Dataset.save_to_disk`` wrote, of which the files are."""
+
+    @property
+    def needs_package(self) -> bool:
+        """True where the package datasets reads the rows."""
+        return self.saved is not None or not self.files
 
     def overlaps(self, other: Origin) -> bool:
         """True if the two share a file, or are the same split of the same data set of the hub."""
@@ -72,10 +60,14 @@ class Origin:
         Raises:
             ConfigError: unreadable, no such split, or a line that is no row; names file and line.
         """
-        rows = [row for one in self.files for row in _file_rows(one)] if self.files else list(self._hub_rows())
-        names = dict.fromkeys(name for row in rows for name in row.columns)
-        if len(self.files) > 1:
+        if self.saved is not None:
+            rows = list(saved_rows(self.saved))
+        elif self.files:
+            rows = [row for one in self.files for row in file_rows(one)]
             _check_agreement(rows)
+        else:
+            rows = list(self._hub_rows())
+        names = dict.fromkeys(name for row in rows for name in row.columns)
         for row in rows:
             yield row._replace(columns={name: _without_nulls(row.columns.get(name)) for name in names})
 
@@ -93,7 +85,7 @@ def locate(key: str, path: str, name: str | None, split: str | None) -> Origin:
     """What a path setting names: what exists here is never taken for a data set of the hub.
 
     Args:
-        key: ``data.path`` or ``data.eval_path``, for messages.
+        key: the setting, which ends with ``path``, for messages.
         split: None stands for ``train``.
 
     Raises:
@@ -127,7 +119,7 @@ def _check_file(key: str, path: str, place: str) -> None:
     if not os.path.isfile(place):
         raise ConfigError(f"{key}: '{path}' is no regular file, and it is read more than once: write it to one")
     if not path.lower().endswith(SUFFIXES):
-        raise ConfigError(f"{key}: '{path}' is neither .jsonl nor .parquet: convert it; {key} must be {ACCEPTED}")
+        raise ConfigError(f"{key}: '{path}' is neither JSON nor .parquet: convert it; {key} must be {ACCEPTED}")
     if not os.access(place, os.R_OK):
         raise ConfigError(f"{key}: '{path}' may not be read by this user: change its permissions")
     if os.path.getsize(place) == 0:
@@ -135,19 +127,16 @@ def _check_file(key: str, path: str, place: str) -> None:
 
 
 def _folder(key: str, path: str, place: str, name: str | None, split: str) -> Origin:
-    """The files of one split of a folder whose README.md says, as on the hub, which files it consists of."""
+    """The files of one split: of what ``save_to_disk`` wrote, or of a folder whose README.md lists them."""
     content = set(os.listdir(place)) if os.access(place, os.R_OK | os.X_OK) else set()
-    if "dataset_dict.json" in content or {"dataset_info.json", "state.json"} <= content:
-        raise ConfigError(
-            f"{key}: '{path}' was written by Dataset.save_to_disk: export it with Dataset.to_parquet or to_json "
-            f"(lines); {key} must be {ACCEPTED}"
-        )
+    if content & {"dataset_dict.json", "state.json"}:
+        return _saved(key, path, place, name, split)
     configurations = _configurations(key, path, Path(place) / "README.md")
     names = ", ".join(f"'{label}'" for label in configurations)
     if not configurations:
         raise ConfigError(
             f"{key}: '{path}' is a folder without a README.md that lists its files under configs, as data sets of the "
-            f"Hugging Face hub have it: name one of its files, .jsonl or .parquet"
+            f"Hugging Face hub have it: name one of its files, .json, .jsonl or .parquet"
         )
     if name is None:
         chosen = [label for label, entry in configurations.items() if entry.get("default") or label == "default"]
@@ -170,6 +159,35 @@ def _folder(key: str, path: str, place: str, name: str | None, split: str) -> Or
             _check_file(key, os.path.join(path, match), os.path.join(place, match))
             files.append(os.path.join(place, match))
     return Origin(path, name, split, tuple(dict.fromkeys(files)))
+
+
+def _saved(key: str, path: str, place: str, name: str | None, split: str) -> Origin:
+    """One split of what ``DatasetDict.save_to_disk`` wrote, or what ``Dataset.save_to_disk`` did, which has none."""
+    if name is not None:
+        raise ConfigError(f"{_sibling(key, 'name')}: '{path}' was written by save_to_disk and has no configurations")
+    whole = os.path.join(place, "dataset_dict.json")
+    splits = _content(key, whole).get("splits") if os.path.exists(whole) else None
+    if splits is None and split != "train":
+        raise ConfigError(f"{_sibling(key, 'split')}: '{path}' is one Dataset without splits, so it has no '{split}'")
+    if splits is not None and split not in splits:
+        there = ", ".join(map(str, splits)) or "none"
+        raise ConfigError(f"{_sibling(key, 'split')}: '{path}' has no split '{split}', but {there}")
+    folder = place if splits is None else os.path.join(place, split)
+    listed = _content(key, os.path.join(folder, "state.json")).get("_data_files") or []
+    files = tuple(os.path.join(folder, str(one.get("filename"))) for one in listed)
+    if lost := [file for file in files if not os.path.isfile(file)]:
+        raise ConfigError(f"{key}: '{path}' lacks {lost[0]}, which its state.json names")
+    return Origin(path, None, split, files, folder)
+
+
+def _content(key: str, file: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {file} cannot be read: {kind_and_words(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: {file} must be an object, not {content!r:.80}")
+    return content
 
 
 def _configurations(key: str, path: str, readme: Path) -> dict[str, dict[str, Any]]:
@@ -199,57 +217,7 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
 
 
 def _sibling(key: str, setting: str) -> str:
-    return f"data.eval_{setting}" if key == "data.eval_path" else f"data.{setting}"
-
-
-def _file_rows(path: str) -> Iterator[Row]:
-    return _jsonl_rows(path) if path.lower().endswith(".jsonl") else _parquet_rows(path)
-
-
-def _jsonl_rows(path: str) -> Iterator[Row]:
-    number = 0
-    try:
-        with open(path, "rb") as file:  # lines end at \n alone: JSON strings may hold other line separators
-            for line, content in enumerate(file, 1):
-                try:
-                    text = content.decode("utf-8-sig" if line == 1 else "utf-8")
-                    if not text.strip():
-                        continue
-                    columns = json.loads(text, object_pairs_hook=_object)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{path} line {line} cannot be read: {kind_and_words(error)}") from None
-                if not isinstance(columns, dict):
-                    raise ConfigError(f"{path} line {line} must be an object with columns, not {columns!r:.80}")
-                yield Row(path, number, line, columns)
-                number += 1
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that comes twice JSON's reader would silently take the last."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' comes twice in one object")
-    return content
-
-
-def _parquet_rows(path: str) -> Iterator[Row]:
-    try:
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as file:  # of this one file: no columns from the names of its folders
-            names = file.schema_arrow.names
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"the column '{twice[0]}' comes twice")
-            number = 0
-            for batch in file.iter_batches():
-                for columns in batch.to_pylist():
-                    yield Row(path, number, None, columns)
-                    number += 1
-    except Exception as error:  # whatever the reader of that format says
-        raise ConfigError(f"{path} cannot be read: {kind_and_words(error)}") from error
+    return f"{key.removesuffix('path')}{setting}"
 
 
 def _check_agreement(rows: list[Row]) -> None:

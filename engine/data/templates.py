@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine.config import Data
 from engine.config.quoted import words
 
 if TYPE_CHECKING:
@@ -54,7 +56,38 @@ def _joined(parts: list[Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, finished: bool = False) -> str:
+def tools_of(columns: dict[str, Any], data: Data) -> list[dict[str, Any]] | None:
+    """The tools of a row (``data.tools_column``), JSON schemas as its template takes them; None if it has none.
+
+    Raises:
+        PromptError: the column is not there, or holds something else.
+    """
+    if data.tools_column is None:
+        return None
+    if data.tools_column not in columns and not data.mixture:  # of which one source may have tools and another not
+        raise PromptError(f"there is no column '{data.tools_column}' (data.tools_column), but {', '.join(columns)}")
+    tools = columns.get(data.tools_column)
+    where = f"the tools in the column '{data.tools_column}'"
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise PromptError(f"{where} are no JSON: {words(error)}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError(f"{where} must be a list of JSON objects, or one as text, not {tools!r:.80}")
+    for text in strings(tools):
+        check_text(text, where)
+    return tools
+
+
+def render(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    finished: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Messages by the tokenizer's chat template, up to where the response begins.
 
     That is a new turn of the assistant, or where the last message is the assistant's the end of what it says. A message
@@ -62,6 +95,7 @@ def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, f
 
     Args:
         finished: write all the messages as they are instead, with what ends the last one's turn.
+        variables: more for the template, ``tools`` among them.
 
     Raises:
         PromptError: the template cannot be filled, with its own words.
@@ -71,20 +105,25 @@ def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, f
         raise PromptError("the last message is a tool call of the assistant, and there is nothing in it to go on with")
     mute = [message for message in messages if message["content"] is None]
     if not mute:
-        return _filled(messages, tokenizer, finished)
+        return _filled(messages, tokenizer, finished, variables)
     empty = [message | {"content": message["content"] or ""} for message in messages]
     try:
-        null = _filled(messages, tokenizer, finished)
+        null = _filled(messages, tokenizer, finished, variables)
     except PromptError:
-        return _filled(empty, tokenizer, finished)
+        return _filled(empty, tokenizer, finished, variables)
     try:
-        text = _filled(empty, tokenizer, finished)
+        text = _filled(empty, tokenizer, finished, variables)
     except PromptError:
         return null
     return text if null.count("None") > text.count("None") else null
 
 
-def answered(messages: list[dict[str, Any]], response: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def answered(
+    messages: list[dict[str, Any]],
+    response: str,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
     """The conversation with a sampled response in it, for another tokenizer's template.
 
     The response is the assistant's message, after what the policy's template put there before it (a prefilled
@@ -93,19 +132,23 @@ def answered(messages: list[dict[str, Any]], response: str, tokenizer: PreTraine
     Args:
         messages: a row's prompt as it stands there.
         tokenizer: the policy's.
+        variables: more for its template.
     """
     messages = [checked_message(message, f"message {place}") for place, message in enumerate(messages)]
     if messages[-1]["role"] == "assistant":
         return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + response}]
-    return [*messages, {"role": "assistant", "content": _prefill(messages, tokenizer) + response}]
+    return [*messages, {"role": "assistant", "content": _prefill(messages, tokenizer, variables) + response}]
 
 
-def _prefill(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _prefill(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None
+) -> str:
     """What the template writes at the beginning of a new assistant's message, beyond the header of every one."""
     mark = chr(FIRST_STAND_IN)
-    opened = render(messages, tokenizer)
+    opened = render(messages, tokenizer, variables=variables)
     try:
-        closed = str(tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": mark}], tokenize=False))
+        whole = [*messages, {"role": "assistant", "content": mark}]
+        closed = str(tokenizer.apply_chat_template(whole, tokenize=False, **(variables or {})))
     except Exception:  # a template for prompts alone
         return ""
     header, separator, _ = closed.partition(mark)
@@ -116,7 +159,12 @@ def _prefill(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase)
     return "" if rest.isspace() else rest
 
 
-def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, finished: bool) -> str:
+def _filled(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    finished: bool,
+    variables: Mapping[str, Any] | None,
+) -> str:
     goes_on = messages[-1]["role"] == "assistant" and not finished
     try:
         return str(
@@ -125,6 +173,7 @@ def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, 
                 tokenize=False,
                 add_generation_prompt=not goes_on and not finished,
                 continue_final_message=goes_on,
+                **copy.deepcopy(dict(variables or {})),
             )
         )
     except Exception as error:  # whatever a template raises

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.config import Config, ConfigError, Data
-from engine.data import checks as data_checks
-from engine.data.encoding import PromptEncoder
+from engine.data import sources
+from engine.data.encoding import PLAIN_TOOLS, PromptEncoder, Tools
 from engine.data.end_of_sequence import stop_token_ids, vocabulary_size
-from engine.data.row_files import Row
-from engine.data.templates import PromptError
+from engine.data.file_formats import Row
+from engine.data.stream import Mixed, Part
+from engine.data.templates import PromptError, tools_of
 from engine.sample import FinishReason, Sample
 
 if TYPE_CHECKING:
@@ -33,11 +34,9 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """
     notes: list[str] = []
     reader = _Reader(config, tokenizer, notes)
-    train_rows, held_out_rows = _sources(config)
-    train = reader.units(train_rows, "training")
-    if held_out_rows is None:
+    train, held_out = reader.training(), reader.held_out()
+    if not held_out:
         return train, [], notes
-    held_out = reader.units(held_out_rows, "held-out", config.eval.prompts)
     kept = {_tokens(unit) for unit in held_out}
     trained = kept.intersection(_tokens(unit) for unit in train)
     if shared := sum(_tokens(unit) in trained for unit in held_out):
@@ -45,16 +44,11 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     return train, held_out, notes
 
 
-def _sources(config: Config) -> tuple[Iterable[Row], Iterable[Row] | None]:
-    if config.data.task is None:
-        train, held_out = data_checks.origins(config.data)
-        return train.rows(), held_out.rows() if held_out else None
+def _task_rows(config: Config, split: str) -> list[Row]:
     from engine.tasks import addition
 
-    place = f"data.task {config.data.task}"
     rows = addition.preferences if config.algorithm.rows == "pair" else addition.worked
-    found = [[Row(place, i, None, row) for i, row in enumerate(rows(split))] for split in ("train", "held_out")]
-    return found[0], found[1]
+    return [Row(f"data.task {config.data.task}", i, None, row) for i, row in enumerate(rows(split))]
 
 
 def _tokens(unit: Unit) -> tuple[tuple[int, ...], ...]:
@@ -100,8 +94,26 @@ class _Reader:
         if not self.stops:
             self.notes.append("No token ends a response: the model's files name none, so none is learned")
 
-    def units(self, rows: Iterable[Row], kind: str, limit: int | None = None) -> list[Unit]:
-        """The usable rows of a source, at most ``limit``; raises ``ConfigError`` if there is none."""
+    def training(self) -> list[Unit]:
+        """The usable rows of all sources; raises ``ConfigError`` if one has none."""
+        data = self.config.data
+        if data.task is not None:
+            return self.units(_task_rows(self.config, "train"), "training", data.task)
+        found = sources.training(data)
+        parts = [Part(one.origin.path, one.weight, self.units(one.rows(), "training", one.name)) for one in found]
+        return Mixed(parts) if data.mixture else parts[0].items
+
+    def held_out(self) -> list[Unit]:
+        """The held-out ones, none where no setting says what they are; raises ``ConfigError`` likewise."""
+        data, limit = self.config.data, self.config.eval.prompts
+        if data.task is not None:
+            return self.units(_task_rows(self.config, "held_out"), "held-out", data.task, limit)
+        if not (found := sources.held_out(data)):
+            return []
+        return self.units(sources.in_turns(found), "held-out", " + ".join(one.name for one in found), limit)
+
+    def units(self, rows: Iterable[Row], kind: str, source: str, limit: int | None = None) -> list[Unit]:
+        """The usable rows, at most ``limit``; raises ``ConfigError`` if there is none."""
         data, count = self.config.data, _Count()
         found: list[Unit] = []
         for row in rows:
@@ -124,8 +136,9 @@ class _Reader:
         if not found:
             fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
             why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else "it has no rows"
-            raise ConfigError(f"no {kind} row is left of {data.task or data.eval_path or data.path}: {why}")
-        self.notes.append(count.line(kind, data.max_row_tokens, self.config.trained == "policy"))
+            raise ConfigError(f"no {kind} row is left of {source}: {why}")
+        of = f"{source}: " if data.mixture else ""
+        self.notes.append(of + count.line(kind, data.max_row_tokens, self.config.trained == "policy"))
         return found
 
     def _cut(self, one: Sample) -> Sample:
@@ -147,18 +160,20 @@ class _Reader:
         if columns.get(data.completion_column) is not None:
             if columns.get(data.prompt_column) is None:
                 raise PromptError(_lacks(columns, f"'{data.prompt_column}' (data.prompt_column)"))
-            return (self._answered(columns[data.prompt_column], columns[data.completion_column]),)
+            prompt, completion = columns[data.prompt_column], columns[data.completion_column]
+            return (self._answered(prompt, completion, tools_of(columns, data)),)
         if columns.get(data.messages_column) is None:
             wanted = f"'{data.completion_column}' (data.completion_column) and no '{data.messages_column}'"
             raise PromptError(_lacks(columns, f"{wanted} (data.messages_column)"))
         messages = columns[data.messages_column]
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or len(messages) < 2:
             raise PromptError(f"a conversation must be a list of at least two messages, not {messages!r:.80}")
-        return (self._conversation(messages[:-1], messages[-1:]),)
+        return (self._conversation(messages[:-1], messages[-1:], tools_of(columns, data)),)
 
     def _pair(self, columns: dict[str, Any]) -> Unit:
         prompt, *answers = split_pair(columns, self.config.data)
-        chosen, rejected = (self._answered(prompt, answer) for answer in answers)
+        tools = tools_of(columns, self.config.data)
+        chosen, rejected = (self._answered(prompt, answer, tools) for answer in answers)
         if _without_difference((chosen, rejected)):
             raise PromptError("chosen and rejected are the same tokens: there is nothing to prefer")
         return dataclasses.replace(chosen, reward=1.0, margin=self._margin(columns)), rejected
@@ -175,11 +190,13 @@ class _Reader:
             raise PromptError(f"the margin in column '{name}' is {margin!r:.80}, and must be a finite number")
         return float(margin)
 
-    def _answered(self, prompt: Any, completion: Any) -> Sample:
+    def _answered(self, prompt: Any, completion: Any, tools: Tools | None) -> Sample:
         """A prompt and its completion, each a string or messages."""
         if completion in ("", []):
             raise PromptError("the completion is empty: there is nothing in it to learn")
         if isinstance(prompt, str) and isinstance(completion, str) and not self.config.data.chat_template:
+            if tools:
+                raise PromptError(PLAIN_TOOLS)
             given, ids = self.encoder.followed(prompt, completion)
             if not given.ids:
                 raise PromptError(f"the prompt {prompt!r:.80} encodes to no token with this tokenizer")
@@ -190,9 +207,9 @@ class _Reader:
         for part, name in ((prompt, "prompt"), (completion, "completion")):
             if not isinstance(part, list) or not part or not all(isinstance(one, dict) for one in part):
                 raise PromptError(f"the {name} must be a string or chat messages, not {part!r:.80}")
-        return self._conversation(prompt, completion)
+        return self._conversation(prompt, completion, tools)
 
-    def _conversation(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> Sample:
+    def _conversation(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Tools | None) -> Sample:
         """A conversation with the loss on ``answer``, or on every message of the assistant.
 
         A last message of ``prompt`` that is the assistant's is gone on with. Of a turn the loss is of what the template
@@ -205,15 +222,15 @@ class _Reader:
         messages = [*prompt, *answer]
         if prompt[-1].get("role") == "assistant" and len(answer) == 1 and isinstance(answer[0].get("content"), str):
             messages = [*prompt[:-1], prompt[-1] | {"content": str(prompt[-1].get("content")) + answer[0]["content"]}]
-        whole = self.encoder.conversation(messages).ids
-        given = self.encoder.encode(prompt)
+        whole = self.encoder.conversation(messages, tools).ids
+        given = self.encoder.encode(prompt, tools)
         if self.config.data.loss_on == "completion":
             spans = [(self._prefix(given.ids, whole), len(whole))]
         else:
             spans = [
                 (
-                    self._prefix(self.encoder.encode(messages[:place]).ids, whole),
-                    self._prefix(self.encoder.conversation(messages[: place + 1]).ids, whole),
+                    self._prefix(self.encoder.encode(messages[:place], tools).ids, whole),
+                    self._prefix(self.encoder.conversation(messages[: place + 1], tools).ids, whole),
                 )
                 for place, message in enumerate(messages)
                 if place and message.get("role") == "assistant"
@@ -283,19 +300,21 @@ def split_pair(columns: dict[str, Any], data: Data) -> tuple[Any, Any, Any]:
     return prompt, *answers
 
 
-def answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any, Any], Sample]:
+def answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Sample]:
     """What makes of a prompt and an answer to it, each a string or messages, the tokens that training on them has.
+
+    A third argument may be the tools that the answer could call.
 
     An empty answer is the token that ends a response alone. What is made raises ``PromptError`` for what cannot be
     encoded.
     """
     reader = _Reader(config, tokenizer, [])
 
-    def answered(prompt: Any, answer: Any) -> Sample:
+    def answered(prompt: Any, answer: Any, tools: Tools | None = None) -> Sample:
         if answer == "":
-            given = reader.encoder.encode(prompt)
+            given = reader.encoder.encode(prompt, tools)
             return reader._sample(given.ids, reader._ended([]), given.text)
-        return reader._answered(prompt, answer)
+        return reader._answered(prompt, answer, tools)
 
     return answered
 

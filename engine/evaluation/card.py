@@ -33,7 +33,7 @@ def text(place: Place, config: Config, base: str, form: str) -> str:
         "base_model": base,
         "tags": ["tandem", config.algorithm.name],
     }
-    data = config.data.task or config.data.path
+    data = config.data.label
     kind = "reward model" if scores else "policy"
     what = f"The adapter of a {kind}" if form == "adapter" else f"A {kind}"
     lines = [

@@ -26,11 +26,15 @@ def check_sampled(given: Generate | Evaluate, config: Config) -> None:
         ConfigError: with one line for the first thing that is wrong and what to do about it.
     """
     data, sampler = given.data, given.generation
-    if data.task is None and data.path is None:
-        raise ConfigError("data.path is missing: give prompts by exactly one of data.task and data.path")
+    if data.label is None:
+        raise ConfigError(
+            "data.path is missing: give prompts by exactly one of data.task and data.path (or data.mixture)"
+        )
     data_checks.check(config)
-    if given.prompts == "held_out" and data.task is None and data.eval_path is None and data.eval_split is None:
-        raise ConfigError("prompts held_out: there are none, give them by data.eval_path or data.eval_split")
+    if given.prompts == "held_out" and not data.has_held_out:
+        raise ConfigError(
+            "prompts held_out: there are none, give them by data.eval_path, data.eval_split or data.eval_fraction"
+        )
     if sampler.backend == "vllm":
         if 0 < sampler.temperature < 0.01:
             raise ConfigError(

@@ -85,7 +85,7 @@ def _reference(
     """The folder or hub name of the model that KL is measured against; None for no KL."""
     named = given.reference or (entries.reference_of(run) if run else None)
     if named == entries.BASE and named not in paths and run is not None and given.reference is None:
-        return run.model.path
+        return exporting.base(run, lambda _: None)[0] if run.model.path else None
     return paths.get(named, named) if named else None
 
 

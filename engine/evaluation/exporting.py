@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.config import Config, ConfigError, cli
-from engine.data import padding
-from engine.data.prompts import load_tokenizer
+from engine.data import padding, policy_tokens
 from engine.evaluation import card, checkpoint_weights
 from engine.evaluation.places import Place
 from engine.machine.world import joined
 from engine.run_folder import checkpoints
-from engine.start import bootstrap, build
+from engine.start import bootstrap, build, prepared
 from engine.training import export, lora, weights
 
 if TYPE_CHECKING:
@@ -70,9 +69,8 @@ def write(
 
 def base(config: Config, say: Callable[[str], None]) -> tuple[str, PreTrainedTokenizerBase]:
     """The folder or hub name of the model that a run began with, and its tokenizer."""
+    tokenizer = policy_tokens.of_run(config)
     if config.model.path is not None:
-        return config.model.path, load_tokenizer(config.model.path)
-    from engine.tasks import addition
-
+        return prepared.copied(config, say) if config.data.changes_tokenizer else config.model.path, tokenizer
     with joined("cpu", config.launch.timeout_minutes) as world:
-        return bootstrap.starting_policy(config, world, say), addition.tokenizer()
+        return bootstrap.starting_policy(config, world, say), tokenizer

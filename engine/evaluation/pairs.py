@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import ConfigError, Data
 from engine.data import row_files
-from engine.data.row_files import Row
+from engine.data.file_formats import Row
 from engine.data.templates import PromptError
 from engine.data.training_rows import split_pair
 from engine.evaluation.response_files import OWN

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine import rewards
 from engine.config import Config, ConfigError
-from engine.data import training_rows
-from engine.data.prompts import Prompt, load_tokenizer
-from engine.data.templates import PromptError
+from engine.data import policy_tokens, training_rows
+from engine.data.prompts import Prompt
+from engine.data.templates import PromptError, tools_of
 from engine.evaluation import figures, likelihood
 from engine.evaluation.pairs import Candidates
 from engine.evaluation.places import digest
@@ -88,7 +88,7 @@ def write(
 
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if config.model.path is not None:
-        return load_tokenizer(config.model.path)
+        return policy_tokens.of_model(config.model.path, config.data, "model.path")
     from engine.tasks import addition
 
     return addition.tokenizer()
@@ -103,7 +103,8 @@ def _samples(
     for group, one in enumerate(candidates):
         columns = one.columns | {config.data.prompt_column: one.prompt}
         try:
-            samples = [answered(one.prompt, answer) for answer in one.answers]
+            tools = tools_of(one.columns, config.data)
+            samples = [answered(one.prompt, answer, tools) for answer in one.answers]
         except PromptError as error:
             raise ConfigError(f"{one.place}: {error}") from error
         for place, (answer, sample) in enumerate(zip(one.answers, samples, strict=True)):

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError
+from engine.data import policy_tokens
 from engine.data.end_of_sequence import stop_token_ids
-from engine.data.prompts import Prompt, load_set, load_tokenizer
+from engine.data.prompts import Prompt, load_set
 from engine.evaluation import exporting, samplers, settings, stop_strings
 from engine.evaluation.places import Place, digest
 from engine.evaluation.response_files import OWN, Unfinished, check_parquet
@@ -77,7 +78,7 @@ def task(given: settings.Generate | settings.Evaluate, place: Place, folder: str
     config = settings.as_config(given, folder)
     shape = model_folder.read_config("model", folder)
     preflight.check_causal("model", folder, shape)
-    tokenizer = load_tokenizer(folder, "model")
+    tokenizer = policy_tokens.of_model(folder, config.data)
     prompts, notes = load_set(config, tokenizer, given.held_out, given.limit)
     for note in notes:
         say(note)

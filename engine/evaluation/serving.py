@@ -8,8 +8,7 @@ from typing import Any
 
 from engine import rewards
 from engine.config import Config
-from engine.data import training_rows
-from engine.data.prompts import load_tokenizer
+from engine.data import policy_tokens, training_rows
 from engine.data.templates import PromptError
 from engine.evaluation.reward_server import Asked, BadRequest, RewardServer, Unscorable, same_length, texts
 from engine.machine.world import joined
@@ -28,7 +27,7 @@ def serve(config: Config, device: str, server: RewardServer, say: Callable[[str]
         KeyboardInterrupt: SIGTERM or Ctrl-C.
     """
     assert config.model.path is not None
-    tokenizer = load_tokenizer(config.model.path, "model")
+    tokenizer = policy_tokens.of_model(config.model.path, config.data)
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": 1, "max_response_tokens": 1})
     sources = rewards.read(config.model_copy(update={"rollout": rollout}), tokenizer)
     with joined(device, config.launch.timeout_minutes) as world:
@@ -62,7 +61,7 @@ class Reader:
     Its completion and the token that ends a response follow.
     """
 
-    def __init__(self, config: Config, answered: Callable[[Any, Any], Sample]) -> None:
+    def __init__(self, config: Config, answered: Callable[..., Sample]) -> None:
         self._chat_template, self._answered = config.data.chat_template, answered
         self._lock = threading.Lock()  # a tokenizer is for one thread at a time
 

@@ -29,7 +29,8 @@ def _part(section: type[Section], doc: str, *names: str) -> Any:
 
 
 NOT_OF_PAIRS = {"completion_column", "messages_column", "margin_column", "loss_on", "max_row_tokens", "too_long"}
-NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_overlap", "shuffle"}
+NOT_OF_PAIRS |= {"eval_path", "eval_name", "eval_split", "eval_fraction", "eval_overlap", "shuffle"}
+NOT_OF_PAIRS |= {"mixture", "new_special_tokens"}
 """Keys of ``data`` that say nothing about pairs to relabel."""
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from engine.config.running import Memory as _Cache
 else:
     _Pairs = _part(Data, "The pairs or responses.", *(name for name in Data.model_fields if name not in NOT_OF_PAIRS))
-    _Chat = _part(Data, "Prompts that are strings.", "chat_template")
+    _Chat = _part(Data, "Prompts that are strings.", "chat_template", "chat_template_kwargs")
     _Budget = _part(Train, "The numbers of tokens that are computed at once.", "tokens_per_microbatch")
     _Dtype = _part(Model, "The numbers that models compute in.", "dtype")
     _Length = _part(Rollout, "Lengths of prompts and responses.", "max_prompt_tokens", "max_response_tokens")
@@ -92,8 +93,8 @@ class _Sampled(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Fixes what is sampled")
     prompts: Literal["train", "held_out"] | None = Field(
         None,
-        description="Those that a run trains on, or the held-out ones (data.eval_path, data.eval_split, or those of an "
-        "embedded task). Default: held_out where the settings have them",
+        description="Those that a run trains on, or the held-out ones (data.eval_path, data.eval_split, "
+        "data.eval_fraction, or those of an embedded task). Default: held_out where the settings have them",
     )
     limit: Positive | None = Field(None, description="Prompts used, the first ones. Default: all")
     model: _Dtype = Field(default_factory=_Dtype)
@@ -106,9 +107,7 @@ class _Sampled(Section):
     @property
     def held_out(self) -> bool:
         """True where the prompts are the held-out ones."""
-        data = self.data
-        there = data.task is not None or data.eval_path is not None or data.eval_split is not None
-        return there if self.prompts is None else self.prompts == "held_out"
+        return self.data.has_held_out if self.prompts is None else self.prompts == "held_out"
 
 
 class Generate(_Sampled):
@@ -218,7 +217,10 @@ def read(kind: type[S], command: cli.Command, below: Mapping[str, Any], *, usage
 
 
 SOURCES = {
-    "data": ({"task", "path"}, {"task", "path", "name", "split", "eval_path", "eval_name", "eval_split"}),
+    "data": (
+        {"task", "path", "mixture"},
+        {"task", "path", "mixture", "name", "split", "eval_path", "eval_name", "eval_split", "eval_fraction"},
+    ),
     "reward": ({"function", "model", "url"}, {"function", "model", "url", "weights"}),
 }
 """Keys of a section one of which names another source, and those that are about the source of the run then."""

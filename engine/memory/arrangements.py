@@ -13,6 +13,7 @@ from engine.config import Config, ConfigError
 from engine.memory import kv_cache, model_shape, sampler_bytes, training_bytes
 from engine.memory.model_shape import ModelShape
 from engine.memory.units import GIB, gib
+from engine.models import vocabulary
 from engine.models.kinds import LLAMA_LIKE, WHOLE_LAYERS
 
 Sleep = Literal["none", "kv", "level1", "level2"]
@@ -280,7 +281,12 @@ def takes_turns(config: Config) -> bool:
 
 def _policy_shape(config: Config) -> ModelShape:
     if config.model.path is not None:
-        return model_shape.read("model.path", config.model.path)
+        shape = model_shape.read("model.path", config.model.path)
+        if not config.data.changes_tokenizer:
+            return shape
+        # At most: which of them the tokenizer knows already, or has rows to spare for, shows when it is read.
+        new = len(config.data.new_special_tokens) + 1
+        return shape.with_vocabulary(vocabulary.grown(shape.vocabulary, shape.vocabulary + new))
     from engine.tasks import addition
 
     return model_shape.from_config(addition.model_config().to_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -69,6 +70,11 @@ class ModelShape:
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * (self.hidden + query) + 2 * (self.hidden + key_value)
         return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
+
+    def with_vocabulary(self, rows: int) -> ModelShape:
+        """The same model with so many rows in its embedding, and in its head."""
+        more = (rows - self.vocabulary) * self.hidden
+        return dataclasses.replace(self, vocabulary=rows, backbone=self.backbone + more)
 
 
 def read(key: str, path: str) -> ModelShape:

@@ -10,7 +10,7 @@ from engine.report.curves import curve_series, phase_series
 from engine.report.format import duration, number
 from engine.report.metrics import CURVES, PHASE_NOTE, PHASE_TITLE, Curve, other_metrics, phases_in, stderr_of
 from engine.report.records import RunFiles, load_run
-from engine.report.samples import sample_section
+from engine.report.samples import sample_sections
 from engine.report.style import CSS
 from engine.report.svg import line_chart, stacked_chart
 
@@ -39,7 +39,7 @@ def page(run: RunFiles) -> str:
         _banner(run),
         _cards(run),
         _charts(run),
-        sample_section(run.first_samples, run.last_samples),
+        sample_sections(run),
         _setup(run),
     ]
     style = CSS + curve_colours.style_sheet()

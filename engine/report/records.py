@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -100,6 +100,9 @@ class RunFiles:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     first_samples: list[dict[str, Any]] = field(default_factory=list)
     last_samples: list[dict[str, Any]] = field(default_factory=list)
+    first_held_out: list[dict[str, Any]] = field(default_factory=list)
+    """Responses of the first evaluation."""
+    last_held_out: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     crash: str = ""
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -111,8 +114,10 @@ class RunFiles:
 
     @property
     def data(self) -> str:
-        """The embedded task or the data set, or nothing where no file tells."""
-        return str(self.setting("data", "task") or self.setting("data", "path") or "")
+        """The embedded task, the data set or those of a mixture, or nothing where no file tells."""
+        mixture = self.setting("data", "mixture") or []
+        paths = " + ".join(str(one.get("path")) for one in mixture if isinstance(one, dict))
+        return str(self.setting("data", "task") or self.setting("data", "path") or paths)
 
     def setting(self, section: str, key: str) -> Any:
         """One value of the resolved configuration, or None."""
@@ -143,14 +148,18 @@ class RunFiles:
 def load_run(run_dir: Path) -> RunFiles:
     """Read a run folder, whatever state a crash left it in."""
     config_text = _text(run_dir / CONFIG)
-    first, last = _first_and_last_step(read_lines(run_dir / SAMPLES))
+    samples, held_out = _Ends(), _Ends()
+    for row in read_lines(run_dir / SAMPLES):
+        (held_out if row.get("held_out") else samples).add(row)
     return RunFiles(
         name=run_dir.resolve().name,
         config=_mapping(config_text, yaml.safe_load, yaml.YAMLError),
         config_text=config_text,
         metrics=_one_measure(sorted(read_lines(run_dir / METRICS), key=lambda record: record["step"])),
-        first_samples=first,
-        last_samples=last,
+        first_samples=samples.first,
+        last_samples=samples.last,
+        first_held_out=held_out.first,
+        last_held_out=held_out.last,
         summary=_mapping(_text(run_dir / SUMMARY), json.loads, ValueError),
         crash=_text(run_dir / CRASH),
         notes=[record for record in read_lines(run_dir / NOTES) if record.get("note")],
@@ -184,15 +193,18 @@ def _mapping(text: str, parse: Any, problem: type[Exception]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _first_and_last_step(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of the first and of the last step that has samples, holding two steps in memory and not the file."""
-    first: list[dict[str, Any]] = []
-    last: list[dict[str, Any]] = []
-    for row in rows:
-        if not first or row["step"] == first[0]["step"]:
-            first.append(row)
-        elif last and row["step"] == last[0]["step"]:
-            last.append(row)
+@dataclass
+class _Ends:
+    """The rows of the first and of the last step that has any, holding two steps in memory and not the file."""
+
+    first: list[dict[str, Any]] = field(default_factory=list)
+    last: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Takes the next row of the file."""
+        if not self.first or row["step"] == self.first[0]["step"]:
+            self.first.append(row)
+        elif self.last and row["step"] == self.last[0]["step"]:
+            self.last.append(row)
         else:
-            last = [row]
-    return first, last
+            self.last = [row]

@@ -1,42 +1,67 @@
-"""The sample tables of report.html: what the policy wrote at the first step and at the last."""
+"""The sample tables of report.html: what the policy wrote first and last, in training and held out."""
 
 from html import escape
 from typing import Any
 
 from engine.report.format import number
+from engine.report.records import RunFiles
 
 _ROWS = 4
-_KNOWN = ("step", "prompt", "response", "reward", "finish_reason", "advantage")
+_KNOWN = (
+    "step", "prompt", "response", "response_raw", "ending", "reward", "finish_reason", "advantage", "dropped",
+    "held_out",
+)  # fmt: skip
+_SWITCH = '<label class="soft"><input type="checkbox" id="special"/> Show special tokens of responses</label>'
+"""Of style alone: a page that runs no script shows the other form of each response."""
 
 Row = dict[str, Any]
 
 
-def sample_section(first: list[Row], last: list[Row]) -> str:
-    """Two tables side by side (below each other on a phone), one where the run has samples of one step only."""
-    tables = [_table(rows) for rows in (first, last) if rows]
-    if not tables:
-        return ""
-    return f'<h2>Samples</h2><div class="sides">{"".join(tables)}</div>'
+def sample_sections(run: RunFiles) -> str:
+    """Tables of training samples and of held-out responses, two of each side by side (below each other on a phone).
+
+    One of a kind where the run has samples of one step only; none where it has none.
+    """
+    kinds = (
+        ("Samples", "Step", (run.first_samples, run.last_samples)),
+        ("Held-out responses", "After step", (run.first_held_out, run.last_held_out)),
+    )
+    sections, switch = [], _SWITCH
+    for title, when, steps in kinds:
+        if tables := [_table(rows, when) for rows in steps if rows]:
+            shown = [row for rows in steps for row in rows[:_ROWS]]
+            has_special = any("ending" in row or "response_raw" in row for row in shown)
+            sections.append(f'<h2>{title}</h2>{switch * has_special}<div class="sides">{"".join(tables)}</div>')
+            switch = "" if has_special else switch
+    return "".join(sections)
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Row], when: str) -> str:
     body = "".join(
         f'<tr><td data-label="Prompt">{_text(row.get("prompt"))}</td>'
-        f'<td data-label="Response">{_text(row.get("response"))}</td>'
+        f'<td data-label="Response">{_response(row)}</td>'
         f'<td data-label="Reward">{_reward(row)}</td></tr>'
         for row in rows[:_ROWS]
     )
     return (
-        f"<div><h3>Step {rows[0]['step']}</h3><table><thead><tr><th>Prompt</th><th>Response</th><th>Reward</th></tr>"
+        f"<div><h3>{when} {rows[0]['step']}</h3><table><thead><tr><th>Prompt</th><th>Response</th><th>Reward</th></tr>"
         f"</thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _text(value: Any) -> str:
+def _response(row: Row) -> str:
+    """The response, and where it has special tokens its form with them too, which the switch shows instead."""
+    raw = row.get("response_raw", f"{row.get('response')}{row['ending']}" if "ending" in row else None)
+    if raw is None:
+        return _text(row.get("response"))
+    return _text(row.get("response"), ' class="plain"') + _text(raw, ' class="special"')
+
+
+def _text(value: Any, attributes: str = "") -> str:
     """Model output is untrusted: escaped, and control characters (which HTML forbids) made visible."""
     text = "" if value is None else str(value)
     visible = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return f"<pre>{escape(visible)}</pre>"
+    return f"<pre{attributes}>{escape(visible)}</pre>"
 
 
 def _reward(row: Row) -> str:
@@ -51,6 +76,8 @@ def _reward(row: Row) -> str:
         notes.append(
             {"length": "cut by length", "stop": "stopped"}.get(row["finish_reason"], str(row["finish_reason"]))
         )
+    if row.get("dropped"):
+        notes.append("dropped: nothing was learned from it")
     lines = "<br>".join(escape(note) for note in notes)
     return f'<b>{escape(_show(row.get("reward")))}</b><span class="soft">{lines}</span>'
 

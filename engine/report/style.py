@@ -50,6 +50,8 @@ th, td { padding: 8px 12px; vertical-align: top; border-bottom: 1px solid var(--
 tr:last-child > td { border-bottom: 0; }
 th:last-child { width: 136px; }
 td > pre { max-height: 180px; }
+td > .special, :root:has(#special:checked) td > .plain { display: none; }
+:root:has(#special:checked) td > .special { display: block; }
 pre { margin: 0; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 td b { display: block; font-size: 15px; }

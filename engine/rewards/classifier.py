@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, ConfigError, Data
-from engine.data import templates
+from engine.data import policy_tokens, templates
 from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import Prompt, load_tokenizer
 from engine.models import model_folder, weight_files
@@ -87,7 +87,7 @@ class Classifier:
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
 
     def _templated(self, messages: list[dict[str, Any]], response: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        whole = templates.answered(messages, response, self.policy)
+        whole = templates.answered(messages, response, self.policy, self.data.chat_template_kwargs)
         return str(tokenizer.apply_chat_template(whole, tokenize=False))
 
 
@@ -106,7 +106,7 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
     name = f"reward.model '{path}'"
     _check_code(path, name)
     tokenizer = load_tokenizer(path, "reward.model")
-    policy = policy or _policy_tokenizer(config)
+    policy = policy or policy_tokens.of_run(config)
     shape = model_folder.read_config("reward.model", path)
     check_head(path, name, shape)
     text = shape.get_text_config()
@@ -123,14 +123,6 @@ def read(config: Config, policy: PreTrainedTokenizerBase | None = None) -> Class
         raise ConfigError(f"{name}: its tokenizer has no chat template, which data.chat_template asks for")
     ends = frozenset(stop_token_ids(config, policy))
     return Classifier(path, name, tokenizer, policy, ends, text.vocab_size, positions, config.data)
-
-
-def _policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    if config.model.path is not None:
-        return load_tokenizer(config.model.path)
-    from engine.tasks import addition
-
-    return addition.tokenizer()
 
 
 def _check_code(path: str, name: str) -> None:

@@ -32,6 +32,12 @@ def usable(samples: Sequence[Sample], config: Config) -> list[Sample]:
     return [sample for sample in scored if members[sample.group_id] >= config.algorithm.least_group]
 
 
+def dropped_fraction(kept: Sequence[Sample], drawn: Sequence[Sample], world: World) -> float:
+    """The share of a batch, over all ranks, that is not trained on. Collective."""
+    trained = world.sum(torch.tensor([len(kept), len(drawn)], dtype=torch.float64))
+    return float(1 - trained[0] / trained[1])
+
+
 def why_unusable(samples: Sequence[Sample], config: Config, world: World) -> str:
     """Why no rank has a usable sample of a scored batch, in words for the person. Collective."""
     rewarded = sum(sample.reward is not None for sample in samples)

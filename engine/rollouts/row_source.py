@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
-from engine.data.stream import Stream
+from engine.data import stream
 from engine.data.training_rows import Unit
 from engine.rollouts.source import Batch
 from engine.sample import Sample
@@ -32,7 +32,7 @@ class RowSource:
     ) -> None:
         self._config, self._tokenizer, self.held_out_rows = config, tokenizer, held_out
         self._rank, self._size = rank, size
-        self._stream = Stream(rows, config.seed, config.data.shuffle)
+        self._stream = stream.over(rows, config.seed, config.data.shuffle)
 
     def epochs(self, cursor: int) -> float:
         """Passes over the data when so many rows have been taken."""

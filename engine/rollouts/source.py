@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
+from engine.data import stream
 from engine.data.end_of_sequence import stop_token_ids
 from engine.data.prompts import Prompt
-from engine.data.stream import Stream
 from engine.generation.base import Generator
 from engine.generation.sampling import Request, Sampling, sample_seed
 from engine.sample import Sample
@@ -53,7 +53,7 @@ class Source:
     ) -> None:
         self._config, self._tokenizer, self._held_out = config, tokenizer, held_out
         self._rank, self._size = rank, size
-        self._stream = Stream(prompts, config.seed, config.data.shuffle)
+        self._stream = stream.over(prompts, config.seed, config.data.shuffle)
         self._stops = stop_token_ids(config, tokenizer)
 
     def epochs(self, cursor: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Config, ConfigError, cli, user_algorithm
+from engine.config import Config, ConfigError, cli, template_file, user_algorithm
 from engine.launch import failures, launcher
 from engine.machine import deadline, disk
 from engine.memory import model_shape, training_bytes
@@ -27,8 +27,8 @@ MODELS = "models"
 """The folder of the models that a run writes while it trains (``save.hf_every_steps``)."""
 OWN = (
     records.CONFIG, records.METRICS, records.SAMPLES, records.SUMMARY, records.CRASH, records.REPORT,
-    records.TENSORBOARD, user_algorithm.COPY, "checkpoints", "model", "best", "partial-model", "partial-best",
-    MODELS, records.TRACKERS, "wandb",
+    records.TENSORBOARD, user_algorithm.COPY, template_file.COPY, "checkpoints", "model", "best", "partial-model",
+    "partial-best", MODELS, records.TRACKERS, "wandb",
 )  # fmt: skip
 """What a run makes in its folder; anything else there is somebody's own."""
 
@@ -50,6 +50,8 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
     if not config.resume:
         with disk.writing(run_dir / user_algorithm.COPY):
             user_algorithm.keep(config, run_dir)
+        with disk.writing(run_dir / template_file.COPY):
+            template_file.keep(config, run_dir)
         write_config(config, run_dir)
     checkpoint = checkpoints.newest(run_dir) if config.resume else None
     recorder = Recorder(
@@ -57,7 +59,7 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
         header={
             "algo": config.algorithm.name,
             "model": config.model.path or f"starting checkpoint of '{config.data.task}'",
-            "data": config.data.task or config.data.path,
+            "data": config.data.label,
             "seed": config.seed,
             "backend": None if config.trains_on_rows else config.generation.backend,
             "world_size": world.size,
@@ -94,7 +96,12 @@ def recording(config: Config, world: World, run_dir: Path) -> Iterator[Recorder 
 def write_config(config: Config, run_dir: Path) -> None:
     """The resolved configuration, which ``--resume`` starts from; the run's own name and place in it."""
     place = {"name": run_dir.name, "output_dir": str(run_dir.parent), "resume": None}
-    resolved = config.model_copy(update=place | {"algo": user_algorithm.in_folder(config.algo, run_dir)})
+    template = template_file.in_folder(config.data.chat_template, run_dir)
+    copies = {
+        "algo": user_algorithm.in_folder(config.algo, run_dir),
+        "data": config.data.model_copy(update={"chat_template": template}),
+    }
+    resolved = config.model_copy(update=place | copies)
     with disk.writing(run_dir / records.CONFIG):
         records.write_atomically(run_dir / records.CONFIG, cli.dump_yaml(resolved))
 
@@ -162,7 +169,7 @@ def locate(config: Config, config_file: str | None) -> Path:
             raise ConfigError(f"name: {folder} has just been taken by another run: give another --name") from None
         failures.clear(folder)
         return folder
-    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "data").stem
+    stem = Path(config_file).stem if config_file else config.data.task or Path(config.data.path or "mixture").stem
     name = f"{config.algorithm.name}-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path(config.output_dir) / (name if number == 1 else f"{name}-{number}")

@@ -63,7 +63,7 @@ def random_checkpoint(config: Config, world: World) -> str:
         if world.main:
             made = Path(tempfile.mkdtemp(prefix="made-", dir=folder.parent))
             _write_random(config, made / "model")
-            _publish(made, folder)
+            publish(made, folder)
         world.barrier()
     return str(folder)
 
@@ -98,7 +98,7 @@ def _write_random(config: Config, folder: Path) -> None:
     addition.tokenizer().save_pretrained(folder)
 
 
-def _publish(made: Path, folder: Path) -> None:
+def publish(made: Path, folder: Path) -> None:
     """Gives ``made/model`` its place, unless another run has made the same checkpoint meanwhile."""
     with contextlib.suppress(FileExistsError):
         if not folder.exists():
@@ -145,7 +145,7 @@ def _make(folder: Path, config: Config, world: World, say: Callable[[str], None]
     made = Path(world.broadcast(tempfile.mkdtemp(prefix="made-", dir=folder.parent) if world.main else None))
     export.export(trainer.policy, tokenizer, str(made), made / "model", world)
     if world.main:
-        _publish(made, folder)
+        publish(made, folder)
     world.barrier()
 
 

@@ -144,8 +144,8 @@ def _check_sampler(config: Config, world_size: int, device_type: str) -> None:
 def missing(config: Config) -> list[str]:
     """One line for each setting that a run must have and this configuration has not."""
     data, lacks = config.data, []
-    if data.task is None and data.path is None:
-        lacks.append("data.path is missing: give prompts by exactly one of data.task and data.path")
+    if data.label is None:
+        lacks.append("data.path is missing: give prompts by exactly one of data.task and data.path (or data.mixture)")
     if data.task is None and config.model.path is None:
         lacks.append("model.path is missing: only an embedded task (data.task) has a starting model of its own")
     if data.task is None and not config.reward.sources and not config.trains_on_rows:

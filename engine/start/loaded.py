@@ -13,7 +13,7 @@ from engine.memory import planning
 from engine.memory.arrangements import Side
 from engine.report.output import Output
 from engine.run_folder import checkpoints
-from engine.start import bootstrap, build
+from engine.start import build, prepared
 from engine.start.preflight import Inputs
 from engine.training import export
 
@@ -43,7 +43,7 @@ class Loaded:
                 output.line(text)
 
         plans = build.memory_plans(config, world)
-        path = config.model.path or bootstrap.starting_policy(config, world, say)
+        path = prepared.policy(config, world, say)
         padding, checkpointing = inputs.tokenizer.pad_token_id, plans["train"].checkpointing
         models = build.load_models(config, path, world, checkpointing=checkpointing, say=say, padding=padding)
         if config.resume:

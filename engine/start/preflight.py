@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from engine import rewards
 from engine.config import Config, ConfigError
-from engine.data import padding
-from engine.data.prompts import Prompt, load_prompts, load_tokenizer
+from engine.data import padding, policy_tokens
+from engine.data.prompts import Prompt, load_prompts
+from engine.data.stream import Mixed
 from engine.data.training_rows import Unit, load_rows
 from engine.models import model_folder, weight_files
 from engine.rewards import classifier
@@ -64,12 +65,7 @@ def read(config: Config) -> Inputs:
         ConfigError: the first fault, in one line.
     """
     models = _model_configs(config)
-    if config.model.path is None:
-        from engine.tasks import addition
-
-        tokenizer = addition.tokenizer()
-    else:
-        tokenizer = load_tokenizer(config.model.path)
+    tokenizer = policy_tokens.of_run(config)
     if config.trains_on_rows:
         rows, held_out_rows, notes = load_rows(config, tokenizer)
         if config.trained == "reward_model" and (note := padding.give(config, tokenizer)):
@@ -80,10 +76,13 @@ def read(config: Config) -> Inputs:
     else:
         prompts, held_out, notes = load_prompts(config, tokenizer)
         sources = rewards.read(config, tokenizer)
-        sources.check([*prompts, *held_out])
+        _check_sources(sources, prompts, held_out)
         inputs = Inputs(tokenizer, notes, prompts, held_out, sources)
         for key, (path, shape) in models.items():
             check_positions(config, key, path, shape, inputs.longest_prompt)
+    if isinstance(taken := inputs.rows or inputs.prompts, Mixed):
+        each = config.train.rows_per_step if config.trains_on_rows else config.rollout.prompts_per_step
+        notes.append(taken.line(config.train.steps * each))
     if config.model.path is not None:
         _note_dtype(config, config.model.path, notes)
     return inputs
@@ -167,6 +166,16 @@ def _check_row_positions(key: str, path: str, shape: PreTrainedConfig, longest: 
             f"{key}: '{path}' has {positions} positions, fewer than the longest row takes ({longest} tokens): lower "
             "data.max_row_tokens"
         )
+
+
+def _check_sources(sources: rewards.Sources, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+    """Each source of a mixture has to have the columns that a reward function asks for by their names."""
+    sources.check([*prompts, *held_out])
+    for part in prompts.parts if isinstance(prompts, Mixed) else []:
+        try:
+            sources.check(part.items)
+        except ConfigError as error:
+            raise ConfigError(f"the rows of {part.name}: {error}") from error
 
 
 def _note_dtype(config: Config, path: str, notes: list[str]) -> None:

@@ -36,8 +36,10 @@ def deadly_reward(folder: Path) -> str:
     return "--reward.function deadly:reward"
 
 
-def samples(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+def samples(run: Path, held_out: bool = False) -> list[dict]:
+    """The samples of training steps in a run's file, or the responses of its evaluations."""
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("held_out", False) == held_out]
 
 
 def check_folder(run: Path, count: int, pictures: bool = True) -> dict:
@@ -113,6 +115,7 @@ def test_killed_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> 
     (parts / "checkpoints" / "partial-step-000004").mkdir()
     run_here(f"--resume {parts} --reward.function {tmp_path}/even.py:even")
     assert samples(parts) == samples(whole) and len(samples(whole)) == 4 * 32
+    assert samples(parts, held_out=True) == samples(whole, held_out=True) and samples(whole, held_out=True)
     for expected, got in zip(steps(whole)[2:], steps(parts)[2:], strict=True):
         for key, value in expected.items():
             if not key.startswith(("time/", "memory/", "tokens_per_second")):

@@ -136,7 +136,7 @@ def test_an_empty_parquet_file_is_refused(tmp_path: Path, file: Path) -> None:
         load(file, eval_path=str(tmp_path / "e.parquet"))
 
 
-@pytest.mark.parametrize("name", ["x.json", "x.jsonl.gz", "x.ndjson", "x.csv", "x.txt", "x", "x.jsonl.bak", "gsm8k"])
+@pytest.mark.parametrize("name", ["x.csv.gz", "x.jsonl.bz2", "x.ndjson", "x.csv", "x.txt", "x", "x.jsonl.bak", "gsm8k"])
 @pytest.mark.parametrize("prefix", ["./", ""])
 def test_a_file_that_is_there_is_no_hub_name(
     tmp_path: Path, name: str, prefix: str, monkeypatch: pytest.MonkeyPatch
@@ -176,13 +176,29 @@ def test_names_that_are_read(tmp_path: Path, file: Path, monkeypatch: pytest.Mon
         assert len(load(name)[0]) == 16
 
 
-@pytest.mark.parametrize("kind", ["Dataset", "DatasetDict"])
-def test_what_save_to_disk_wrote_is_named(tmp_path: Path, kind: str) -> None:
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    """A Dataset has no splits; a DatasetDict has, and its held-out split is no other folder's."""
     datasets = pytest.importorskip("datasets")
-    one = datasets.Dataset.from_list(users.ROWS)
-    (one if kind == "Dataset" else datasets.DatasetDict(train=one)).save_to_disk(tmp_path / "saved")
-    said = refusal(options(tmp_path, tmp_path / "saved"))
-    assert "save_to_disk" in said and ".jsonl or .parquet" in said
+    rows = [{"prompt": [{"role": "user", "content": one["prompt"]}], "answer": one["answer"]} for one in users.ROWS]
+    one = datasets.Dataset.from_list(rows)
+    one.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict(train=one, test=one.select([3, 4])).save_to_disk(tmp_path / "several")
+    want, _, _ = load(users.write_rows(tmp_path / "p.jsonl", rows))
+    assert [prompt.columns for prompt in load(tmp_path / "one")[0]] == [prompt.columns for prompt in want]
+    train, held_out, _ = load(tmp_path / "several", eval_split="test")
+    assert [prompt.ids for prompt in train] == [prompt.ids for prompt in want]
+    assert [prompt.columns for prompt in held_out] == [prompt.columns for prompt in want[3:5]]
+    for path, more, needle in (
+        ("several", ("--data.split", "dev"), "no split 'dev', but train, test"),
+        ("several", ("--data.eval_split", "train"), "data.eval_overlap"),
+        ("several", ("--data.name", "main"), "no configurations"),
+        ("one", ("--data.split", "test"), "one Dataset without splits"),
+    ):
+        assert needle in refusal(options(tmp_path, tmp_path / path, *more))
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    assert "lacks" in refusal(options(tmp_path, tmp_path / "one"))
+    (tmp_path / "one" / "state.json").write_text("{")
+    assert "state.json cannot be read" in refusal(options(tmp_path, tmp_path / "one"))
 
 
 def test_a_folder_of_files_is_refused_unless_it_says_which(tmp_path: Path) -> None:
@@ -250,7 +266,13 @@ def test_every_format_gives_the_same_tokens_and_columns(tmp_path: Path) -> None:
     )
     entries = [{"config_name": "default", "data_files": "*.jsonl"}]
     listed(tmp_path / "folder", entries, a=rows)
+    (tmp_path / "p.json").write_text("\ufeff\n" + json.dumps(rows, indent=1))
+    (tmp_path / "lines.json").write_bytes((tmp_path / "p.jsonl").read_bytes())
+    for name in ("p.jsonl", "p.json"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     lines, table, folder = (load(tmp_path / name)[0] for name in ("p.jsonl", "p.parquet", "folder"))
+    for name in ("p.json", "lines.json", "p.jsonl.gz", "p.json.gz"):
+        assert [(one.ids, one.columns) for one in load(tmp_path / name)[0]] == [(one.ids, one.columns) for one in lines]
     assert [one.ids for one in lines] == [one.ids for one in table] == [one.ids for one in folder]
     assert [one.columns for one in lines] == [one.columns for one in table] == [one.columns for one in folder]
     assert [one.ids.count(3) for one in table] == [int(i == 3) for i in range(20)]
@@ -275,6 +297,34 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, needle: str) 
     with pytest.raises(ConfigError, match=needle) as error:
         load(tmp_path / "p.jsonl")
     assert "p.jsonl line 3" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text,needle",
+    [
+        ('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]', r"row 1 .*'prompt' comes twice"),
+        ('[{"prompt": "a"}, 3]', "row 1 .*must be an object"),
+        ('[{"prompt": "a"}, {"prompt": ', "row 1 .*cannot be read"),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "behind row 0"),
+        ('[{"prompt": "a"}', "behind row 0"),
+        ('[{"prompt": "a"}] x', "followed by 'x'"),
+        ('{"data": [{"prompt": "a"}]}', "no column 'prompt'"),
+        ('{\n"prompt": "a"\n}', "line 1 cannot be read"),
+    ],
+)
+def test_a_json_file_that_is_no_array_of_rows_is_named(tmp_path: Path, text: str, needle: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ConfigError, match=needle) as error:
+        load(tmp_path / "p.json")
+    assert "p.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_gzip_file_that_is_torn_or_none_is_named(tmp_path: Path) -> None:
+    for name, content in (("torn", gzip.compress(ROW.encode() * 99)[:-9]), ("none", ROW.encode())):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}\.jsonl\.gz cannot be read") as error:
+            load(tmp_path / f"{name}.jsonl.gz")
+        assert "\n" not in str(error.value)
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:

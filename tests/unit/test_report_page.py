@@ -188,6 +188,31 @@ def test_samples_show_whole_numbers_whole_and_names_in_words(tmp_path: Path) -> 
     assert "<b>1.00</b>" in text
 
 
+def test_held_out_responses_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = [{"step": step, "prompt": "p", "response": f"held at {step}", "held_out": True} for step in (0, 5, 9)]
+    write(tmp_path, "samples.jsonl", [*rows, {"step": 9, "prompt": "p", "response": "r", "dropped": True}])
+    text = page(load_run(tmp_path))
+    samples, held_out = text.split("<h2>Held-out responses</h2>")
+    assert "After step 0<" in held_out and "After step 9<" in held_out and "held at 5" not in text
+    assert (
+        "dropped: nothing was learned" in samples
+        and "held at" not in samples
+        and "special" not in samples.split("</style>")[1]
+    )
+
+
+def test_special_tokens_can_be_shown(tmp_path: Path) -> None:
+    """By a switch of style alone, once on the page."""
+    row = {"step": 1, "prompt": "p", "reward": 1.0}
+    rows = [row | {"response": "a", "ending": "<|end|>"}, row | {"response": "b c", "response_raw": "b<think>c"}]
+    write(tmp_path, "samples.jsonl", [*rows, *(one | {"held_out": True} for one in rows)])
+    text = page(load_run(tmp_path))
+    assert text.count('type="checkbox"') == 1 and text.count('id="special"') == 1
+    for shown in ('class="plain">a<', 'class="special">a&lt;|end|&gt;<', 'class="special">b&lt;think&gt;c<'):
+        assert text.count(shown) == 2
+    Tags(text)
+
+
 def test_the_picture_for_a_readme_says_what_ran(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", [{"step": s, "reward/mean": 0.5, "reward/accuracy": 0.5} for s in (1, 2)])
     (tmp_path / "config.yaml").write_text("algo: rloo\ndata:\n  task: addition")
