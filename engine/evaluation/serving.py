@@ -9,7 +9,7 @@ from typing import Any
 from engine import rewards
 from engine.config import Config
 from engine.data import policy_tokens, training_rows
-from engine.data.templates import PromptError
+from engine.data.templates import PromptError, tools_of
 from engine.evaluation.reward_server import Asked, BadRequest, RewardServer, Unscorable, same_length, texts
 from engine.machine.world import joined
 from engine.sample import Sample
@@ -57,28 +57,35 @@ class Reader:
     """What a request is made of.
 
     A prompt is the row's own where that is chat messages (or a string, with ``data.chat_template``), by the reward
-    model's template. Any other is the text that the policy saw, in which names of control tokens are control tokens.
-    Its completion and the token that ends a response follow.
+    model's template, with the tools of ``data.tools_column``. Any other is the text that the policy saw, in which names
+    of control tokens are control tokens. Its completion and the token that ends a response follow.
     """
 
     def __init__(self, config: Config, answered: Callable[..., Sample]) -> None:
-        self._chat_template, self._answered = config.data.chat_template, answered
+        self._data, self._answered = config.data, answered
         self._lock = threading.Lock()  # a tokenizer is for one thread at a time
 
     def samples(self, content: dict[str, Any]) -> list[Sample]:
         """Sequences to score; raises ``BadRequest``, which names the place of what cannot be used."""
         prompts, completions = texts(content, "prompts"), texts(content, "completions")
-        raw = content.get("raw_prompts", prompts)
-        if not isinstance(raw, list):
-            raise BadRequest(f"'raw_prompts' must be a list, not {raw!r:.80}")
-        same_length({"prompts": prompts, "completions": completions, "raw_prompts": raw})
-        found = []
+        lists = {"prompts": prompts, "completions": completions, "raw_prompts": content.get("raw_prompts", prompts)}
+        if self._data.tools_column in content:
+            lists[self._data.tools_column] = content[self._data.tools_column]
+        for name, values in lists.items():
+            if not isinstance(values, list):
+                raise BadRequest(f"'{name}' must be a list, not {values!r:.80}")
+        same_length(lists)
+        raw, found = lists["raw_prompts"], []
         for place, (text, completion, own) in enumerate(zip(prompts, completions, raw, strict=True)):
             messages = isinstance(own, list) and bool(own) and isinstance(own[0], dict)
-            as_row = messages or (self._chat_template and isinstance(own, str))
+            as_row = messages or (self._data.chat_template and isinstance(own, str))
+            row = {name: values[place] for name, values in lists.items()}
             try:
                 with self._lock:
-                    found.append(self._answered(own if as_row else text, completion))
+                    if as_row:
+                        found.append(self._answered(own, completion, tools_of(row, self._data)))
+                    else:
+                        found.append(self._answered(text, completion))
             except PromptError as error:
                 raise BadRequest(f"item {place}: {error}") from error
         return found

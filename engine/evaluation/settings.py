@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from engine.config.running import Memory as _Cache
 else:
     _Pairs = _part(Data, "The pairs or responses.", *(name for name in Data.model_fields if name not in NOT_OF_PAIRS))
-    _Chat = _part(Data, "Prompts that are strings.", "chat_template", "chat_template_kwargs")
+    _Chat = _part(Data, "How a row's prompt becomes tokens.", "chat_template", "chat_template_kwargs", "tools_column")
     _Budget = _part(Train, "The numbers of tokens that are computed at once.", "tokens_per_microbatch")
     _Dtype = _part(Model, "The numbers that models compute in.", "dtype")
     _Length = _part(Rollout, "Lengths of prompts and responses.", "max_prompt_tokens", "max_response_tokens")

@@ -19,9 +19,10 @@ import torch
 
 import engine.serve_reward
 from engine.config import Config, ConfigError
+from engine.data import training_rows
 from engine.data.prompts import load_tokenizer
 from engine.evaluation import serving
-from engine.evaluation.reward_server import Asked, RewardServer, Unscorable
+from engine.evaluation.reward_server import Asked, BadRequest, RewardServer, Unscorable
 from engine.machine.world import joined
 from engine.rewards import RewardError, classifier
 from engine.rewards.model import ModelReward
@@ -114,6 +115,21 @@ def test_scores_are_those_of_reward_model(folder: Path, server: str, messages: b
     assert len(found) == 4
     for scores in found:
         assert scores == pytest.approx(expected, abs=1e-6)
+
+
+def test_tools_of_a_row_are_in_its_prompt(folder: Path) -> None:
+    """As those of a run whose rows have them: in the template, and nowhere else."""
+    tree = {"model": {"path": str(folder)}, "data": {"templated": True, "tools_column": "functions"}}
+    config, tokenizer = Config.model_validate(tree), load_tokenizer(str(folder))
+    tokenizer.chat_template = "{% for t in tools or [] %}<turn> {{ t['name'] }} {% endfor %}" + TEMPLATE
+    read = serving.Reader(config, training_rows.answers(config, tokenizer)).samples
+    messages = [{"role": "user", "content": "b"}]
+    content = {"prompts": ["b", "b", "b"], "completions": ["c", "c", "c"], "raw_prompts": [messages, messages, "b"]}
+    samples = read(content | {"functions": [[{"name": "h"}], None, None]})
+    assert tokenizer.decode(samples[0].prompt_ids) == "<turn> h <turn> <unk> b </s> <turn> a"
+    assert tokenizer.decode(samples[1].prompt_ids) == "<turn> <unk> b </s> <turn> a"
+    with pytest.raises(BadRequest, match="item 0: the tools in the column 'functions' must be a list"):
+        read(content | {"functions": [7, None, None]})
 
 
 def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, Any]]:

@@ -19,6 +19,8 @@ from tests.system.helpers import ROOT, run_here, unranked
 
 WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
+BLOCK = 32768
+
 
 def recorder(run_dir: Path, start_step: int = 0, **projects: str) -> Recorder:
     settings = {"train": {"learning_rate": 0.5}}
@@ -28,18 +30,24 @@ def recorder(run_dir: Path, start_step: int = 0, **projects: str) -> Recorder:
 
 
 def logged(file: Path) -> list[dict[str, Any]]:
-    """The history in a file of wandb's: records in LevelDB's log format, of which ours fit one block each."""
+    """The history in a file of wandb's: records in blocks as in LevelDB's log, each in one part or several."""
     from wandb.proto import wandb_internal_pb2
 
-    content, place, found = file.read_bytes(), 7, []
-    while place + 7 < len(content):
-        length = int.from_bytes(content[place + 4 : place + 6], "little")
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content[place + 7 : place + 7 + length])
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            found.append({"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in items})
+    content, place, whole, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(content):
+        if (left := BLOCK - place % BLOCK) < 7:  # a header has no room
+            place += left
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        whole += content[place + 7 : place + 7 + length]
         place += 7 + length
+        if kind in (1, 4):  # all of it, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                found.append({"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in items})
     return found
 
 
