@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, Data
 from engine.config.quoted import kind_and_words
 from engine.data import sources
 from engine.data.encoding import PromptEncoder
@@ -17,6 +17,7 @@ from engine.data.file_formats import Row
 from engine.data.sources import Source
 from engine.data.stream import Mixed, Part
 from engine.data.templates import PromptError, tools_of
+from engine.data.training_rows import split_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,10 +95,13 @@ def load_set(
 ) -> tuple[list[Prompt], list[str]]:
     """The first ``limit`` held-out prompts, or else training prompts, alone, and notes for the person.
 
+    Of rows to train on, too, where what is asked stands in a conversation or in both answers of a pair.
+
     Raises:
         ConfigError: as ``load_prompts`` does, or there is no such set.
     """
     reader, data = _Reader.of(config, tokenizer), config.data
+    reader.asked_in_rows = True
     if data.task is not None:
         kind = "held-out" if held_out else "training"
         return reader.prompts(_task_rows(data.task, held_out), kind, data.task, limit), reader.notes
@@ -117,6 +121,22 @@ def _task_rows(task: str, held_out: bool) -> list[Row]:
     return [Row(f"data.task {task}", i, None, row) for i, row in enumerate(problems)]
 
 
+def _asked(row: Row, data: Data) -> Row:
+    """A row with the prompt that training on it takes, where it has none of its own."""
+    columns, prompt = row.columns, None
+    messages = columns.get(data.messages_column)
+    if columns.get(data.prompt_column) is not None:
+        return row
+    if isinstance(messages, list) and len(messages) > 1:
+        prompt = messages[:-1]
+    elif {data.chosen_column, data.rejected_column} <= columns.keys():
+        try:
+            prompt, *_ = split_pair(columns, data)
+        except PromptError as error:
+            raise ConfigError(f"{row.place}: {error}") from error
+    return row if prompt is None else row._replace(columns=columns | {data.prompt_column: prompt})
+
+
 @dataclass(slots=True)
 class _Reader:
     """Turns rows into prompts, and notes what comes of them."""
@@ -124,6 +144,8 @@ class _Reader:
     config: Config
     encoder: PromptEncoder
     notes: list[str]
+    asked_in_rows: bool = False
+    """True where a row without a prompt is asked what training on it takes for one."""
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> _Reader:
@@ -153,6 +175,8 @@ class _Reader:
             if limit is not None and len(prompts) == limit:
                 break
             seen += 1
+            if self.asked_in_rows:
+                row = _asked(row, self.config.data)
             prompt, held = self._prompt(row, kind)
             if len(prompt.ids) > longest:
                 too_long += 1
@@ -160,7 +184,8 @@ class _Reader:
             prompts.append(prompt)
             held_control += held
         if not prompts:
-            why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})" if seen else "it has no rows"
+            long = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})"
+            why = long if seen else sources.emptiness(self.config.data)
             raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
         if too_long:
             self.notes.append(

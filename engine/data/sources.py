@@ -106,6 +106,11 @@ def in_turns(sources: Iterable[Source]) -> Iterator[Row]:
                 left.remove(rows)
 
 
+def emptiness(data: Data) -> str:
+    """Why a source gave no row, in words."""
+    return "it has no rows" if data.eval_fraction is None else "that share leaves it none of the rows"
+
+
 def is_held_out(row: Row, data: Data) -> bool:
     """True for a row that ``data.eval_fraction`` holds out: a SHA-256 of its prompt, as a number, is below that share.
 

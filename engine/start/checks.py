@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
 from engine.models import model_folder
@@ -181,10 +183,11 @@ def _check_sources(config: Config) -> None:
         ("model.path", config.model.path),
         ("model.value_path", config.model.value_path),
         ("model.reference_path", config.model.reference_path),
-        ("reward.model", reward.model),
     ):
-        if path is not None:
-            model_folder.check_there(key, path)
+        if path is not None and path.startswith((".", "/")):
+            _must_exist(key, path)
+    if reward.model is not None:  # the others are looked at when their configurations are read, its tokenizer before
+        model_folder.check_there("reward.model", reward.model)
 
 
 def _check_batches(config: Config, world_size: int) -> None:
@@ -219,3 +222,8 @@ def _check_microbatch(config: Config, sequence: str) -> None:
             f"train.tokens_per_microbatch ({config.train.tokens_per_microbatch}) must hold the longest "
             f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}{sequence} = {longest}"
         )
+
+
+def _must_exist(key: str, path: str) -> None:
+    if not os.path.exists(path):
+        raise ConfigError(f"{key}: there is no '{path}'")

@@ -56,6 +56,29 @@ def test_rows_have_what_was_sampled_and_the_datas_columns(asked: list[object], m
     assert not list(tmp_path.glob("partial-*"))
 
 
+def test_rows_to_train_on_are_asked_what_training_takes_for_the_prompt(model: Path, tmp_path: Path) -> None:
+    """Conversations whose last message is the answer, and pairs that hold their prompt."""
+    chat = shutil.copytree(model, tmp_path / "chat")
+    tokenizer = users.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <turn> {% endfor %}"
+    tokenizer.save_pretrained(chat)
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    for columns, wanted in (
+        ({"messages": turns}, turns[:1]),
+        ({"chosen": turns, "rejected": [turns[0], turns[1] | {"content": "d"}]}, turns[:1]),
+        ({"chosen": "a b c", "rejected": "a b d"}, "a b"),
+        ({"prompt": "e", "messages": turns}, "e"),
+    ):
+        data = users.write_rows(tmp_path / "data.jsonl", [columns])
+        output = tmp_path / "out.jsonl"
+        output.unlink(missing_ok=True)
+        more = ["--rollout.max_response_tokens", 2, "--launch.device", "cpu", "--output", output]
+        assert generate(chat, "--data.path", data, *more) == 0
+        (row,) = response_files.read(output)
+        assert row["raw_prompt"] == wanted and row["prompt"] in ("a b <turn>", "a b", "e")
+        assert all(row[name] == value for name, value in columns.items() if name != "prompt")
+
+
 def test_parquet_has_the_same_rows(asked: list[object], tmp_path: Path) -> None:
     assert generate(*asked, "--output", tmp_path / "out.jsonl") == 0
     assert generate(*asked, "--output", tmp_path / "out.parquet") == 0

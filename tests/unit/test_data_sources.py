@@ -78,6 +78,10 @@ def test_a_row_without_a_prompt_cannot_be_split(tmp_path: Path) -> None:
     file = users.write_rows(tmp_path / "rows.jsonl", [{"completion": "a"}])
     with pytest.raises(ConfigError, match=r"rows\.jsonl line 1 .*data\.eval_fraction"):
         load_rows(config(algo="sft", path=str(file), eval_fraction=0.3), users.tokenizer())
+    users.write_rows(file, [{"prompt": "a", "completion": "b"}])
+    for share, kind in ((1e-9, "held-out"), (1 - 1e-9, "training")):
+        with pytest.raises(ConfigError, match=f"no {kind} row is left .*: that share leaves it none of the rows"):
+            load_rows(config(algo="sft", path=str(file), eval_fraction=share), users.tokenizer())
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> Stream[tuple[int, int]]:
