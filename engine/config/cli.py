@@ -164,6 +164,8 @@ def checked(kind: type[Tree], tree: Mapping[str, Any]) -> Tree:
         if isinstance(fault["input"], Mapping) and fault["type"] == "model_type":
             raise ConfigError(f"{key} is a section; give its keys") from None
         message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "model_type":  # pydantic's words name a class
+            message = "must be keys with their values"
         said = f"{message[0].lower()}{message[1:]}{form(kind, key)}"
         raise ConfigError(f"{key} = {fault['input']!r}: {said}") from None
 

@@ -174,6 +174,8 @@ def test_settings_about_one_data_set_that_contradict_each_other(tmp_path: Path, 
     "mixture,more,needle",
     [
         ("[{path: P, weight: 0}]", [], "data.mixture.0.weight = '0': input should be greater than 0"),
+        ("[P]", [], "must be keys with their values; it reads [{key: value, ...}, ...] with the keys path"),
+        ("P", [], "jsonl': must be keys with their values; it reads"),
         ("[{path: P}, {path: P, wieght: 2}]", [], "an item of data.mixture has the keys path, name"),
         ("[{weight: 2}]", [], "data.mixture.0.path"),
         ("[{path: P}, {path: no.jsonl}]", [], "data.mixture.1.path: there is no 'no.jsonl'"),
