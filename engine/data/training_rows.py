@@ -121,6 +121,8 @@ class _Reader:
                 break
             try:
                 unit = self._unit(row)
+                if any(one.response_ids == self._ended([]) for one in unit):
+                    raise PromptError("a completion encodes to no token with this tokenizer: there is nothing in it")
             except PromptError as error:
                 raise ConfigError(f"{row.place}: {error}") from error
             if max(one.length for one in unit) > data.max_row_tokens:
