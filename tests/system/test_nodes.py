@@ -223,7 +223,7 @@ def test_a_split_run_has_its_sides_on_two_nodes(tiny_model: str, tmp_path: Path,
 @pytest.mark.alone
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_node_that_is_killed_ends_the_other(tiny_model: str, tmp_path: Path, agents: list[Agents], rank: str) -> None:
-    """Within 5 s, or where there is a report to write, has that written within 5 s and then draws the curves' picture."""
+    """Within 5 s; rank 0's node has written the report by then, and then draws the curves' picture."""
     endless = "--algo rloo --train.steps 100000 --eval.prompts 8 --rollout.max_response_tokens 4"
     agents.append(Agents(short(tiny_model, tmp_path, "k") + endless, tmp_path))
     run = tmp_path / "k"
