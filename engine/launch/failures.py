@@ -63,14 +63,15 @@ def refuse(error: ConfigError, meeting: Meeting | None = None) -> int:
         with contextlib.suppress(FileExistsError), open(os.environ[REFUSAL_FILE], "x", encoding="utf-8") as file:
             file.write(line)
         return 2
-    local = os.environ.get("LOCAL_RANK", "0")
-    last = "RANK" in os.environ and "WORLD_SIZE" in os.environ and local.isdigit() and int(local) > 0
-    if not last:
+    launched, local = "RANK" in os.environ and "WORLD_SIZE" in os.environ, os.environ.get("LOCAL_RANK", "0")
+    first = not (launched and local.isdigit() and int(local))
+    if launched:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if first:
         print(line, file=sys.stderr, flush=True)
     if meeting is not None:
         meeting.tell(one_line(str(error)))
-    if last:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not first:
         time.sleep(PATIENCE)
         print(line, file=sys.stderr)
     return 2

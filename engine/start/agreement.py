@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import algorithms
 import engine
 import kernels
-from engine.config import Config, ConfigError, cli
+from engine.config import Config, ConfigError, cli, user_algorithm
 from engine.machine import disk
 from engine.machine.meeting import Meeting, Said
 from engine.run_folder.summary import versions
@@ -40,7 +40,7 @@ def on_settings(config: Config, meeting: Meeting) -> None:
         return
     minutes = config.launch.timeout_minutes
     code = versions() | {"Tandem's code": _code()}
-    settings = {key: str(value) for key, value in cli.flat(config) if key not in OF_A_NODE}
+    settings = {key: str(value) for key, value in cli.flat(config) if key not in OF_A_NODE} | _own_files(config)
     said = meeting.gather("settings", {"versions": code, "settings": settings}, minutes)
     _same(said, "versions", "not installed", "every node needs the same versions")
     _same(said, "settings", "not a setting", "give every node the same configuration")
@@ -108,11 +108,26 @@ def _appears(file: Path) -> bool:
     return seen
 
 
+def _own_files(config: Config) -> dict[str, str]:
+    """Digests of the user's files that settings name."""
+    function = (config.reward.function or "").rpartition(":")[0]
+    files = {
+        "algo": user_algorithm.file_of(config),
+        "data.chat_template": config.data.chat_template if isinstance(config.data.chat_template, str) else None,
+        "reward.function": function if function.endswith(".py") else None,
+    }
+    return {f"{key}'s file": _digest(Path(file).read_bytes()) for key, file in files.items() if file is not None}
+
+
 def _code() -> str:
     """A digest of the Python files of Tandem's packages, in a checkout or installed: of one version there are many."""
-    digest = hashlib.sha256()
+    content = b""
     for package in (algorithms, engine, kernels):
         top = Path(package.__path__[0])
         for file in sorted(top.rglob("*.py")):
-            digest.update(f"{top.name}/{file.relative_to(top)}".encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+            content += f"{top.name}/{file.relative_to(top)}".encode() + b"\0" + file.read_bytes() + b"\0"
+    return _digest(content)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

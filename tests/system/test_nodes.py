@@ -129,6 +129,10 @@ def test_nodes_have_the_same_settings_and_versions(two: tuple[Path, Path], tmp_p
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9\n")
     said = refusals(Node(two[0], arguments), Node(two[1], arguments, packages=other.parent))
     assert said[0] == said[1] and "deepspeed is " in said[0] and "but 9.9 for rank 1 on " in said[0]
+    for number, folder in enumerate(two):
+        (folder / "mine.py").write_text(f"def reward(completions, **_):\n    return [{number}.0] * len(completions)\n")
+    said = refusals(*(Node(folder, arguments + "--reward.function ./mine.py:reward") for folder in two))
+    assert said[0] == said[1] and "reward.function's file is " in said[0]
     assert not (tmp_path / "runs").exists()
 
 
