@@ -163,6 +163,7 @@ def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, 
         "data.path": users.write_rows(tmp_path / "data.jsonl", rows(task, "evaluate")),
         "data.name": "null",
         "data.split": "train",
+        "rollout.max_prompt_tokens": 40,
         "rollout.max_response_tokens": 8,
         "generation.backend": "hf",
         "launch.device": "cpu",
@@ -170,7 +171,7 @@ def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, 
     if "reward: {model" in recipe.read_text():
         words["reward.model"] = models[task]["judge"]
     given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
-    assert engine.evaluate.main([str(models[task]["policy"]), str(models[task]["base"]), *given]) == 0
+    assert engine.evaluate.main([str(models[task]["policy"]), *given]) == 0
     assert (tmp_path / "out" / "evaluation.json").is_file()
 
 
