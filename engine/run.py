@@ -25,8 +25,8 @@ FIXED = {
     "data.mixture", "data.eval_fraction", "data.prompt_column", "data.completion_column", "data.messages_column",
     "data.chosen_column", "data.rejected_column", "data.tools_column", "data.loss_on", "data.max_row_tokens",
     "data.too_long", "data.chat_template", "data.chat_template_kwargs", "data.new_special_tokens", "data.templated",
-    "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
-    "schedule.placement", "schedule.staleness", "schedule.generators",
+    "rollout.max_prompt_tokens", "train.zero_stage", "train.optimizer_offload", "train.epochs_per_batch",
+    "train.minibatches_per_batch", "schedule.placement", "schedule.staleness", "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 
@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
             _check_resumed_run(config, world_size)
         _check_packages(config)
         if device_type == "cuda" and not devices.is_rank():
-            planning.plans(
-                config, world_size, planning.gpu_bytes(config)
-            )  # too small a GPU is said before anything starts
+            # Too small a GPU, or a machine with too little memory, is said before anything starts.
+            plans = planning.plans(config, world_size, planning.gpu_bytes(config))
+            planning.check_host(config, plans["train"], world_size - config.generating_ranks)
     except ConfigError as error:
         return failures.refuse(error, meeting)
     launcher.tidy_environment(device_type)
