@@ -22,7 +22,7 @@ CHAT = "{% for m in messages %}<turn> {{ m['content'] }}{{ eos_token }} {% endfo
 SPLIT = "--launch.ranks 2 --schedule.placement split --schedule.staleness 1"
 RUNS = {
     "tldr": ["sft", "gold", "reward", "dpo", "ppo", "rloo", "grpo", "online_dpo", "bok"],
-    "gsm8k": ["rloo", "grpo", "lora_7b"],
+    "gsm8k": ["rloo", "grpo", "lora_7b", "full_7b"],
     "chat": ["sft", "reward", "dpo", "online_dpo"],
 }
 FAST = ("tldr", "rloo")
@@ -154,7 +154,6 @@ def test_every_recipe_of_a_run_is_here() -> None:
 
 
 @pytest.mark.parametrize("task", RUNS)
-@pytest.mark.slow
 def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, task: str) -> None:
     recipe = ROOT / "configs" / task / "evaluate.yaml"
     words = {
