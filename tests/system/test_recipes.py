@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +172,8 @@ def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, 
         words["reward.model"] = models[task]["judge"]
     given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
     assert engine.evaluate.main([str(models[task]["policy"]), *given]) == 0
-    assert (tmp_path / "out" / "evaluation.json").is_file()
+    (model,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"]
+    assert {"tldr": "win_rate", "gsm8k": "pass@4", "chat": "score"}[task] in model["figures"]
 
 
 @pytest.mark.slow
