@@ -113,18 +113,32 @@ def kl_tokens(rollout: Rollout) -> Tensor:
     return difference.where(difference.abs() > KL_ROUNDING * old.abs().clamp(min=1), 0.0)
 
 
-def global_mean(values: Tensor, reduce: Reduce) -> float:
-    """Mean of the elements of every rank's ``values``."""
-    total = reduce(
-        torch.stack([values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)])
-    )
-    return float(total[0] / total[1].clamp(min=1))
+def global_mean(values: Tensor, reduce: Reduce, sizes: Tensor | None = None) -> float:
+    """Mean of the elements of every rank's ``values``.
+
+    Args:
+        sizes: how many elements each value is the sum of, such as a row's tokens. Default: one each.
+    """
+    wide, sizes = _in_fp64(values, sizes)
+    total, count = reduce(torch.stack([wide.sum(), sizes.sum()])).tolist()
+    return total / count if count else 0.0
 
 
-def global_stderr(values: Tensor, reduce: Reduce) -> float | None:
-    """Standard error of ``global_mean``: the values' standard deviation over the root of their number; None for fewer
-    than two values."""
+def global_stderr(values: Tensor, reduce: Reduce, sizes: Tensor | None = None) -> float | None:
+    """Standard error of ``global_mean`` where the values, and no parts of them, are drawn independently; None for fewer
+    than two.
+
+    That is the values' standard deviation over the root of their number; with ``sizes``, where the mean is a ratio of
+    two sums, by the delta method (Cochran 1977, Sampling Techniques, section 2.11).
+    """
+    wide, sizes = _in_fp64(values, sizes)
+    number = torch.full_like(wide.sum(), len(wide))
+    rows, total, count = reduce(torch.stack([number, wide.sum(), sizes.sum()])).tolist()
+    ratio = total / count if count else 0.0
+    squares = float(reduce((wide - ratio * sizes).square().sum()))
+    return (squares * rows / (rows - 1)) ** 0.5 / count if rows > 1 else None
+
+
+def _in_fp64(values: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = values.double()
-    count, total = reduce(torch.stack([torch.full_like(wide.sum(), len(wide)), wide.sum()])).tolist()
-    squares = float(reduce((wide - total / max(count, 1.0)).square().sum()))
-    return (squares / (count - 1) / count) ** 0.5 if count > 1 else None
+    return wide, torch.ones_like(wide) if sizes is None else sizes.double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from engine.config import cli
-from engine.evaluation import command, places, settings
+from engine.evaluation import checks, command, places, settings
 from engine.evaluation.reward_server import RewardServer
 from engine.machine import children, devices
 
@@ -27,6 +27,7 @@ def _serve(argv: list[str]) -> None:
     below = settings.of_run(settings.ServeReward, cli.load_run(place.run_dir)) if place and place.run_dir else {}
     given = settings.read(settings.ServeReward, options, below, usage=USAGE, description=ABOUT)
     assert place is not None
+    checks.check_scores(place)
     config = settings.as_config(given, place.path)
     device = devices.device_type(config)
     say = functools.partial(print, flush=True)  # it is heard while the server runs, through a pipe too

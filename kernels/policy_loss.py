@@ -31,6 +31,8 @@ class PolicyLossOutput(NamedTuple):
     """bool ``[T]``: a clip decided the loss; with ``"cispo"``, which keeps the gradient, the ratio was clipped."""
     clamped: Tensor
     """bool ``[T]``: a log-ratio that went into exp lay outside ±20."""
+    losses: Tensor
+    """fp32 ``[T]``, token_weights · loss of each row, whose sum ``loss`` is."""
 
 
 def linear_policy_loss(
@@ -184,7 +186,7 @@ def policy_loss_op(
     needs: list[bool],
     workspace: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`kernels.linear_policy_loss`; gives what PolicyLossOutput has, and a ticket."""
     check_values("linear_policy_loss", targets, len(weight), ignore_index, inverse_temperature)
     module = resolve("linear_policy_loss", hidden.device, backend)
@@ -222,13 +224,14 @@ def policy_loss_op(
         found, bound, gradients = loss_pass(module, problem, lengths_on_host, bind, as_needs(needs), workspace)
         row_loss, ratios, clipped, clamped = bound
         ticket = leave(module, gradients)
-    return row_loss.sum(), found.logprobs, found.entropy, ratios, clipped, clamped, ticket
+    return row_loss.sum(), found.logprobs, found.entropy, ratios, clipped, clamped, row_loss, ticket
 
 
 @policy_loss_op.register_fake
 def _(hidden: Tensor, *_: Any) -> tuple[Tensor, ...]:
     rows = hidden.shape[0]
-    columns = fake_columns(hidden, *[(rows, torch.float32)] * 3, *[(rows, torch.bool)] * 2)
+    numbers, flags = [(rows, torch.float32)] * 3, [(rows, torch.bool)] * 2
+    columns = fake_columns(hidden, *numbers, *flags, (rows, torch.float32))
     return hidden.new_empty((), dtype=torch.float32), *columns, fake_ticket()
 
 

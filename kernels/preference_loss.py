@@ -29,6 +29,8 @@ class PreferenceLossOutput(NamedTuple):
     """fp32 ``[pairs]``, chosen − rejected reward; above 0 the pair is told apart rightly."""
     entropy: Tensor
     """fp32 ``[T]``, nats."""
+    losses: Tensor
+    """fp32 ``[pairs]``, pair_weights · loss of each pair, whose sum ``loss`` is."""
 
 
 def linear_preference_loss(
@@ -78,12 +80,12 @@ def linear_preference_loss(
     check_head(check, hidden, weight, targets, bias, temperature, softcap, ignore_index, workspace_gib, backend)
     spec = PreferenceSpec(loss, beta, label_smoothing)
     _check(check, spec, len(hidden), hidden.device, cu_seqlens, ref_logprobs, pair_weights)
-    total, logprobs, entropy, chosen, rejected, _ = preference_loss_op(
+    total, logprobs, entropy, chosen, rejected, losses, _ = preference_loss_op(
         *head_arguments(hidden, weight, bias, targets, temperature), cu_seqlens, ref_logprobs.detach(),
         pair_weights.detach(), *spec, softcap, ignore_index, gradients_needed(hidden, weight, bias),
         workspace_gib * GIB, backend,
     )  # fmt: skip
-    return PreferenceLossOutput(total, logprobs, chosen, rejected, chosen - rejected, entropy)
+    return PreferenceLossOutput(total, logprobs, chosen, rejected, chosen - rejected, entropy, losses)
 
 
 def _check(
@@ -128,8 +130,8 @@ def preference_loss_op(
     needs: list[bool],
     workspace: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`kernels.linear_preference_loss`; gives loss, log-probabilities, entropies, rewards and ticket."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`kernels.linear_preference_loss`; gives loss, log-probabilities, entropies, rewards, losses, ticket."""
     check_values("linear_preference_loss", targets, len(weight), ignore_index, inverse_temperature)
     module = resolve("linear_preference_loss", hidden.device, backend)
     spec = PreferenceSpec(loss, beta, label_smoothing)
@@ -152,7 +154,7 @@ def preference_loss_op(
         )  # fmt: skip
         pair_loss, chosen, rejected = columns
         ticket = leave(module, gradients)
-    return pair_loss.sum(), found.logprobs, found.entropy, chosen, rejected, ticket
+    return pair_loss.sum(), found.logprobs, found.entropy, chosen, rejected, pair_loss, ticket
 
 
 @preference_loss_op.register_fake
@@ -166,7 +168,7 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, ...]:
     rows, pairs = hidden.shape[0], cu_seqlens.shape[0] // 2
-    columns = fake_columns(hidden, *[(size, torch.float32) for size in (rows, rows, pairs, pairs)])
+    columns = fake_columns(hidden, *[(size, torch.float32) for size in (rows, rows, pairs, pairs, pairs)])
     return hidden.new_empty((), dtype=torch.float32), *columns, fake_ticket()
 
 

@@ -160,7 +160,9 @@ class _Reader:
             prompts.append(prompt)
             held_control += held
         if not prompts:
-            why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})" if seen else "it has no rows"
+            why = sources.why_empty(self.config.data, kind)
+            if seen:
+                why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})"
             raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
         if too_long:
             self.notes.append(

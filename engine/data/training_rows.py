@@ -121,6 +121,8 @@ class _Reader:
                 break
             try:
                 unit = self._unit(row)
+                if any(one.response_ids == self._ended([]) for one in unit):
+                    raise PromptError("a completion encodes to no token with this tokenizer: there is nothing in it")
             except PromptError as error:
                 raise ConfigError(f"{row.place}: {error}") from error
             if max(one.length for one in unit) > data.max_row_tokens:
@@ -135,7 +137,7 @@ class _Reader:
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
             fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
-            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else "it has no rows"
+            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else sources.why_empty(data, kind)
             raise ConfigError(f"no {kind} row is left of {source}: {why}")
         of = f"{source}: " if data.mixture else ""
         self.notes.append(of + count.line(kind, data.max_row_tokens, self.config.trained == "policy"))

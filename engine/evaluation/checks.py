@@ -10,6 +10,7 @@ from engine.config.inputs import Reward
 from engine.data import checks as data_checks
 from engine.evaluation.places import Place
 from engine.evaluation.settings import Evaluate, Generate, Relabel
+from engine.models import model_folder
 
 
 def check_writes(models: Sequence[Place]) -> None:
@@ -17,6 +18,12 @@ def check_writes(models: Sequence[Place]) -> None:
     for run_dir in {place.run_dir: None for place in models if place.run_dir is not None}:
         if cli.load_run(run_dir).trained == "reward_model":
             raise ConfigError(f"what {run_dir} trained is a reward model: it writes nothing")
+
+
+def check_scores(place: Place) -> None:
+    """Raises ConfigError likewise for a model of a run that trained a policy, which gives no score."""
+    if place.run_dir is not None and cli.load_run(place.run_dir).trained != "reward_model":
+        raise ConfigError(f"what {place.run_dir} trained is a policy: it gives no score")
 
 
 def check_sampled(given: Generate | Evaluate, config: Config) -> None:
@@ -77,6 +84,8 @@ def check_relabelled(given: Relabel, config: Config) -> None:
     if not given.reward.sources:
         raise ConfigError("nothing judges the pairs: give reward.function, reward.model or reward.url")
     _check_reward(given.reward)
+    if given.model.path is not None:
+        model_folder.check_there("model.path", given.model.path)
     if given.model.path is None and given.reward.model is None and given.data.task is None:
         raise ConfigError(
             f"model.path is missing: reward.{given.reward.sources[0]} is given what a model reads, so name the model "
@@ -85,6 +94,8 @@ def check_relabelled(given: Relabel, config: Config) -> None:
 
 
 def _check_reward(reward: Reward) -> None:
+    if reward.model is not None:
+        model_folder.check_there("reward.model", reward.model)
     if reward.function is not None:
         user_code.check("reward.function", reward.function, "function")
     if unused := [name for name in reward.weights if name not in reward.sources]:

@@ -44,6 +44,7 @@ class Unfinished:
         """Those that are whole."""
         self._end = 0
         with disk.writing(self.path, then="start again"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 self._look(made_by)
             if not self._end:

@@ -16,6 +16,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+def check_there(key: str, path: str) -> None:
+    """Checks what a path alone tells; of a hub name that is nothing. Imports nothing heavy.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no model's; of a run's the line names the model in it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return
+        inner = folder / "model"
+        hint = f"; that of a run is '{inner}'" if (inner / "config.json").is_file() else ""
+        if folder.resolve().parent.name == "checkpoints":
+            hint = "; engine.export makes one of a checkpoint"
+        raise ConfigError(f"{key}: '{path}' is no model folder, it has no config.json{hint}")
+    if folder.exists():
+        raise ConfigError(f"{key}: '{path}' is a file, it must be a model's folder")
+    if path.startswith((".", "/")):
+        raise ConfigError(f"{key}: there is no '{path}'")
+
+
 def read_config(key: str, path: str) -> PreTrainedConfig:
     """A model's configuration, after everything that its files alone can show to be wrong.
 
@@ -29,8 +50,7 @@ def read_config(key: str, path: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{key}: '{path}' is no model folder, it has no config.json")
+    check_there(key, path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, …: whatever a file can make transformers say

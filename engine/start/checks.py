@@ -8,6 +8,7 @@ import sysconfig
 
 from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
+from engine.models import model_folder
 from engine.start import row_checks
 
 
@@ -35,6 +36,8 @@ def check(config: Config, world_size: int, device_type: str) -> None:
             "rollout.missing_eos_penalty lowers the reward, rollout.missing_eos_reward replaces it: give one"
         )
     _check_algorithm(config)
+    if config.resume is None:  # a run that goes on cannot give its models up, also where it has no KL penalty any more
+        _check_other_models(config)
     _check_sampler(config, world_size, device_type)
     home = {"triton": "cuda", "cpu": "cpu"}.get(config.train.kernel_backend or "", device_type)
     if home != device_type:
@@ -79,6 +82,15 @@ def _check_algorithm(config: Config) -> None:
             f"{config.algorithm.section}.value_warmup_steps ({config.value_warmup_steps}) leaves none of train.steps "
             f"({config.train.steps}) to train the policy"
         )
+
+
+def _check_other_models(config: Config) -> None:
+    name, model = config.algorithm.name, config.model
+    if model.value_path is not None and not config.algorithm.value_model:
+        raise ConfigError(f"model.value_path is a value model to start from, and {name} has none: leave it out")
+    if model.reference_path is not None and not config.has_reference:
+        why = f"{name} has none" if config.algorithm.kl is None else "without a KL penalty (kl.coef 0) there is none"
+        raise ConfigError(f"model.reference_path is the frozen reference policy, and {why}: leave it out")
 
 
 def _check_optimizer_offload(config: Config) -> None:
@@ -198,8 +210,8 @@ def _check_sources(config: Config) -> None:
         ("model.reference_path", config.model.reference_path),
         ("reward.model", reward.model),
     ):
-        if path is not None and path.startswith((".", "/")):
-            _must_exist(key, path)
+        if path is not None:
+            model_folder.check_there(key, path)
 
 
 def _check_batches(config: Config, world_size: int) -> None:
@@ -234,8 +246,3 @@ def _check_microbatch(config: Config, sequence: str) -> None:
             f"train.tokens_per_microbatch ({config.train.tokens_per_microbatch}) must hold the longest "
             f"{'pair of sequences' if together > 1 else 'sequence'}: {'2 x ' * (together > 1)}{sequence} = {longest}"
         )
-
-
-def _must_exist(key: str, path: str) -> None:
-    if not os.path.exists(path):
-        raise ConfigError(f"{key}: there is no '{path}'")

@@ -118,13 +118,15 @@ def _model_configs(config: Config) -> dict[str, tuple[str, PreTrainedConfig]]:
     if "model.path" in found:
         check = _check_scoring if config.trained == "reward_model" else check_causal
         check("model.path", *found["model.path"])
+    if "model.value_path" in found:
+        _check_scoring("model.value_path", *found["model.value_path"])
     if "model.reference_path" in found:
         check_causal("model.reference_path", *found["model.reference_path"])
     return found
 
 
 def _check_scoring(key: str, path: str, shape: PreTrainedConfig) -> None:
-    """Raises ConfigError for a model that is neither a reward model nor a language model that can become one."""
+    """Raises ConfigError for a model that neither gives one score nor is a language model that can come to do so."""
     if model_folder.is_classifier(shape):
         classifier.check_head(path, f"{key}: '{path}'", shape)
     else:

@@ -47,10 +47,11 @@ def policy_pass(
     zero.backward(policy, outputs[0])
     rows = len(batch.rows) * counts
     if objective.compares_pairs:
-        loss, logprobs, *_, entropy = outputs
-        measure_pairs(outputs[1:], batch, averages, "policy/")
+        loss, logprobs, *_, entropy, losses = outputs
+        for name, values in measured_pairs(outputs).items():
+            averages.add(f"policy/{name}", values.sum() * counts, len(losses) * counts)
     else:
-        loss, logprobs, entropy, ratio, clipped, clamped = outputs
+        loss, logprobs, entropy, ratio, clipped, clamped, _ = outputs
         averages.add("policy/ratio_mean", ratio.sum() * counts, rows)
         averages.add("policy/clip_fraction", clipped.sum() * counts, rows)
         averages.add("policy/clamp_fraction", clamped.sum() * counts, rows)
@@ -62,14 +63,15 @@ def policy_pass(
     return loss.detach() / scale, logprobs
 
 
-def measure_pairs(outputs: Sequence[Tensor], batch: Microbatch, averages: Averages, prefix: str) -> None:
-    """Adds what ``kernels.linear_preference_loss`` gives of a microbatch's pairs, behind its loss."""
-    _, chosen, rejected, margins, _ = outputs
-    counts, pairs = batch.counts, len(margins) * batch.counts
-    averages.add(f"{prefix}chosen_reward", chosen.sum() * counts, pairs)
-    averages.add(f"{prefix}rejected_reward", rejected.sum() * counts, pairs)
-    averages.add(f"{prefix}margin", margins.sum() * counts, pairs)
-    averages.add(f"{prefix}pair_accuracy", (margins > 0).sum() * counts, pairs)
+def measured_pairs(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is told of a microbatch's pairs, [P] each, by the outputs of ``kernels.linear_preference_loss``."""
+    _, _, chosen, rejected, margins, *_ = outputs
+    return {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "margin": margins,
+        "pair_accuracy": (margins > 0).float(),
+    }
 
 
 def loss_arguments(

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from algorithms.rollout import Objective, global_mean, global_stderr
+from algorithms.rollout import Objective, global_mean, global_stderr, sequence_sums
 from engine.sample import Sample
-from engine.training.averages import Averages
-from engine.training.backward import loss_arguments, measure_pairs, measured_scores, score_losses
-from engine.training.minibatch import loss_weights
-from engine.training.packing import microbatches
+from engine.training.backward import loss_arguments, measured_pairs, measured_scores, score_losses
+from engine.training.packing import Microbatch, microbatches
 from engine.training.token_store import TokenStore
 from engine.training.trainer import Trainer
+
+Totals = dict[str, tuple[Tensor, Tensor]]
+"""By name, of each of U rows the sum of what is averaged, [U] fp64, and of how many elements, [U] fp64."""
 
 
 @torch.no_grad()
@@ -24,51 +25,63 @@ def measure(trainer: Trainer, samples: Sequence[Sample], ref: Tensor | None, obj
     """The objective's loss over all ranks' samples as ``eval/loss``, and what people read it by. Collective.
 
     Of a likelihood that is ``eval/perplexity``, exp of the loss, and ``eval/token_accuracy``, the share of tokens that
-    are the policy's most likely ones; of pairs, what ``policy/...`` or ``reward_model/...`` has while training, the
-    latter with standard errors over pairs.
+    are the policy's most likely ones; of pairs, what ``policy/...`` or ``reward_model/...`` has while training. Beside
+    each its standard error over rows, ``..._stderr``, where there are several.
 
     Args:
         samples: this rank's; it may have none, though not every rank.
         ref: [T] fp32, nats, of the frozen reference, where the loss takes it.
     """
-    if objective.score_loss is not None:
-        return _measure_scores(trainer, samples, objective)
-    train, world, pairs = trainer.config.train, trainer.world, objective.compares_pairs
-    averages, store = Averages(world), TokenStore(samples)
-    batches = microbatches(samples, objective.units, train.tokens_per_microbatch, world)
-    weights = loss_weights(batches, objective.normalise, world)
-    assert weights is not None, "held-out rows without a token in the loss are refused where they are read"
+    world, store = trainer.world, TokenStore(samples)
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     trainer.policy.eval()
-    losses = []
-    for batch, weight in zip(batches, weights, strict=True):
+    for batch in microbatches(samples, objective.units, trainer.config.train.tokens_per_microbatch, world):
         row = {} if ref is None else {"ref_logprobs": store.take(ref, batch)}
-        arguments = loss_arguments(batch, weight, row, objective, train)
-        loss, *outputs = trainer.policy(batch, arguments, most_likely=not pairs, **trainer.head_options)
-        losses.append(loss)
-        if pairs:
-            measure_pairs(outputs, batch, averages, "")
-        else:
-            averages.add("token_accuracy", outputs[-1].sum() * batch.counts, len(batch.rows) * batch.counts)
-    averages.add("loss", torch.stack(losses).sum() / world.size, 1.0 / world.size)
-    found = averages.means()
-    if not pairs:
-        found["perplexity"] = math.exp(min(found["loss"], 700.0))
-    return {f"eval/{name}": value for name, value in found.items()}
-
-
-def _measure_scores(trainer: Trainer, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
-    """Loss, accuracy, margin and mean of a reward model, and ``..._stderr`` of each where there are several pairs."""
-    batches = microbatches(samples, objective.units, trainer.config.train.tokens_per_microbatch, trainer.world)
-    trainer.policy.eval()
-    values: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in batches:
-        losses, chosen, rejected = score_losses(trainer.policy, batch, samples, objective)
-        pairs = len(losses) * batch.counts  # none of a placeholder's
-        for name, each in ({"loss": losses} | measured_scores(chosen, rejected)).items():
-            values[name].append(each[:pairs].cpu())
+        for name, totals in _totals(trainer, batch, samples, row, objective).items():
+            parts[name].append(totals)
     found: dict[str, float] = {}
-    for name, parts in values.items():
-        found[f"eval/{name}"] = global_mean(torch.cat(parts), trainer.world.sum)
-        if (stderr := global_stderr(torch.cat(parts), trainer.world.sum)) is not None:
+    for name, of_batches in parts.items():
+        values, sizes = map(torch.cat, zip(*of_batches, strict=True))
+        found[f"eval/{name}"] = global_mean(values, world.sum, sizes)
+        if (stderr := global_stderr(values, world.sum, sizes)) is not None:
             found[f"eval/{name}_stderr"] = stderr
+    if not objective.compares_pairs:
+        _add_perplexity(found)
     return found
+
+
+def _totals(
+    trainer: Trainer, batch: Microbatch, samples: Sequence[Sample], row: dict[str, Tensor], objective: Objective
+) -> Totals:
+    """Of a microbatch's rows, or none of a placeholder's, which is passed through the model all the same."""
+    lengths = batch.cu_seqlens.diff()
+    if objective.score_loss is not None:
+        losses, chosen, rejected = score_losses(trainer.policy, batch, samples, objective)
+        by_row = {"loss": losses} | measured_scores(chosen, rejected)
+    else:
+        weight = objective.normalise(lengths.to(batch.rows.device)).terms
+        arguments = loss_arguments(batch, weight, row, objective, trainer.config.train)
+        likelihood = not objective.compares_pairs
+        outputs = trainer.policy(batch, arguments, most_likely=likelihood, **trainer.head_options)
+        if likelihood:
+            *_, losses, right = outputs
+            by_row = {
+                name: sequence_sums(tokens.double().cpu(), batch.cu_seqlens)
+                for name, tokens in (("loss", losses), ("token_accuracy", right))
+            }
+        else:
+            by_row = {"loss": outputs[-1]} | measured_pairs(outputs)
+    rows = lengths.view(-1, objective.units.shape[1])
+    counted = slice(len(rows) * batch.counts)
+    sizes = {name: torch.ones(len(rows), dtype=torch.float64) for name in by_row}
+    if not objective.compares_pairs:
+        sizes["token_accuracy"] = lengths.double()
+    sizes["loss"] = torch.stack([objective.normalise(row).divisor for row in rows])
+    return {name: (values.double().cpu()[counted], sizes[name][counted]) for name, values in by_row.items()}
+
+
+def _add_perplexity(found: dict[str, float]) -> None:
+    """exp of the loss, whose standard error is the loss's times it (the delta method)."""
+    found["eval/perplexity"] = math.exp(min(found["eval/loss"], 700.0))
+    if (stderr := found.get("eval/loss_stderr")) is not None:
+        found["eval/perplexity_stderr"] = found["eval/perplexity"] * stderr

@@ -66,12 +66,16 @@ def test_matches_fp64(run, tools, settings, chunk):
         own.hidden, own.weight, own.targets, bias=own.bias, backend=run.backend, workspace_gib=workspace,
         **data, **settings,
     )  # fmt: skip
+    doubles = {name: value.double() for name, value in data.items()}
+    weights = doubles["token_weights"].requires_grad_()
     truth = kernels.reference.linear_policy_loss(
-        exact.hidden, exact.weight, exact.targets, bias=exact.bias,
-        **{name: value.double() for name, value in data.items()}, **settings,
-    )  # fmt: skip
+        exact.hidden, exact.weight, exact.targets, bias=exact.bias, **doubles, **settings
+    )
     assert found.loss.dtype == torch.float32 and found.loss.shape == ()
     assert found.loss.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-5)
+    (unweighted,) = torch.autograd.grad(truth, weights, retain_graph=True)
+    wanted = (weights * unweighted).detach().masked_fill(problem.targets < 0, 0)
+    torch.testing.assert_close(found.losses.double(), wanted, rtol=1e-5, atol=1e-5)
     upstream = -1.7
     mine = torch.autograd.grad(found.loss * upstream, own.inputs)
     for value, exact_value in zip(mine, torch.autograd.grad(truth * upstream, exact.inputs), strict=True):

@@ -50,8 +50,11 @@ def test_matches_fp64(run, tools, settings, chunk, bounds_on_cpu):
         workspace_gib=tools.workspace_for(run, problem, chunk),
     )  # fmt: skip
     doubles = {name: value if name == "cu_seqlens" else value.double() for name, value in data.items()}
+    weights = doubles["pair_weights"].requires_grad_()
     truth = kernels.reference.linear_preference_loss(**exact.arguments(), **doubles, **settings)
     assert found.loss.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-5)
+    (unweighted,) = torch.autograd.grad(truth, weights, retain_graph=True)
+    torch.testing.assert_close(found.losses.double(), (weights * unweighted).detach(), rtol=1e-5, atol=1e-5)
     upstream = -1.7
     mine = torch.autograd.grad(found.loss * upstream, own.inputs)
     for value, exact_value in zip(mine, torch.autograd.grad(truth * upstream, exact.inputs), strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.training.trainer import Trainer
 from tests.system.helpers import run_engine, run_here, steps
@@ -65,7 +66,28 @@ def test_the_reference_reads_each_row_once(tiny_model: str, tmp_path: Path, monk
             f"--train.learning_rate 1e-2 --output_dir {tmp_path} --name r{rank}"
         )
         assert len(steps(tmp_path / f"r{rank}")) == 4 and seen == [4, 12]
-        assert evaluations(tmp_path / f"r{rank}")[-1]["eval/margin"] > 0
+        last = evaluations(tmp_path / f"r{rank}")[-1]
+        assert last["eval/margin"] > 0
+        margins = implicit_margins(tmp_path / f"r{rank}/model", tiny_model, rows[6:])
+        assert last["eval/margin_stderr"] == pytest.approx(float(margins.std() / 2**0.5), rel=1e-2)
+        losses = -torch.nn.functional.logsigmoid(margins)
+        assert last["eval/loss_stderr"] == pytest.approx(float(losses.std() / 2**0.5), rel=1e-2)
+        assert {f"eval/{name}_stderr" for name in ("pair_accuracy", "chosen_reward", "rejected_reward")} <= last.keys()
+
+
+@torch.no_grad()
+def implicit_margins(policy: Path, reference: str, rows: list[dict[str, str]]) -> torch.Tensor:
+    """Of each row, by transformers, with a beta of 0.1."""
+    tokenizer, sums = AutoTokenizer.from_pretrained(reference), []
+    for model in (AutoModelForCausalLM.from_pretrained(path) for path in (policy, reference)):
+        for row in rows:
+            for side in ("chosen", "rejected"):
+                prompt = len(tokenizer(row["prompt"])["input_ids"])
+                ids = torch.tensor([[*tokenizer(row["prompt"] + row[side])["input_ids"], 2]])
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                sums.append(logprobs[prompt - 1 :].sum())
+    new, old = torch.stack(sums).view(2, len(rows), 2)
+    return 0.1 * ((new - old)[:, 0] - (new - old)[:, 1])
 
 
 @pytest.mark.slow
@@ -76,4 +98,7 @@ def test_two_ranks_learn_what_one_does(tiny_model: str, tmp_path: Path) -> None:
     run_engine(f"{options} --name two --launch.ranks 2 --train.zero_stage 2")
     for one, two in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
         for key in ("policy/loss", "policy/grad_norm", "policy/margin"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+    for one, two in zip(evaluations(tmp_path / "one"), evaluations(tmp_path / "two"), strict=True):
+        for key in ("eval/loss", "eval/loss_stderr", "eval/margin_stderr"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine.export
-from engine.evaluation import places
-from tests.system.helpers import run_engine, run_here
+from engine.evaluation import places, response_files
+from engine.sample import Sample
+from engine.training import models
+from engine.training.packing import pack
+from tests.system.helpers import ROOT, run_engine, run_here, unranked
 from tests.system.test_runs import short
 
 RUNS = {
@@ -70,6 +75,36 @@ def test_an_export_is_the_runs_own_model(tiny_model: str, tmp_path: Path, settin
 def test_an_export_joins_the_parts_of_two_ranks(tiny_model: str, tmp_path: Path, settings: str) -> None:
     run_engine(short(tiny_model, tmp_path, "run") + f"{settings} --train.steps 1")
     check_exports(tmp_path / "run", "lora" in settings)
+
+
+NATS = {"float32": (1e-5, 1e-4), "bfloat16": (0.01, 0.2)}
+"""By ``model.dtype``: mean and largest distance between log-probabilities of a token, as docs/pipeline.md has them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NATS)
+def test_vllm_agrees_with_the_trainer_about_an_export(tiny_model: str, tmp_path: Path, dtype: str) -> None:
+    """Of a ZeRO-3 checkpoint of two ranks: what vLLM says of its responses, and what a pass as in training does."""
+    numbers = f"--model.dtype {dtype} --generation.max_logprob_gap 1 --train.learning_rate 1e-2"
+    run_engine(short(tiny_model, tmp_path, "run") + f"{TWO_RANKS['zero 3']} --train.steps 2 {numbers}")
+    assert export(tmp_path / "run", "--output", tmp_path / "exported") == 0
+    words = [tmp_path / "exported", "--data.task", "addition", "--rollout.samples_per_prompt", 4, "--limit", 64,
+             "--rollout.max_response_tokens", 16, "--generation.backend", "vllm", "--model.dtype", dtype,
+             "--output", tmp_path / "out.jsonl", "--launch.device", "cpu"]  # fmt: skip
+    command = [sys.executable, "-m", "engine.generate", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=unranked(), timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = response_files.read(tmp_path / "out.jsonl")
+    samples = [Sample(i, i, row["prompt_ids"], response_ids=row["response_ids"]) for i, row in enumerate(rows)]
+    policy = models.load_policy(str(tmp_path / "run/model"), dtype=getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        trained = policy(pack(samples, list(range(len(samples))), torch.device("cpu")))
+    sampled = torch.tensor([value for row in rows for value in row["logprobs"]])
+    gap = (trained - sampled).abs()
+    mean, most = NATS[dtype]
+    assert len(samples) == 256 and gap.mean() < mean and gap.max() < most
+    if dtype == "bfloat16":
+        assert gap.max() > 1e-4, "both compute in bf16"
 
 
 @pytest.fixture(scope="module")

@@ -109,10 +109,10 @@ def test_a_run_and_its_resumption(tiny_model: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_pictures")
 def test_epochs_lora_and_an_evaluation_that_is_transformers_own(tiny_model: str, tmp_path: Path) -> None:
     """Two passes over five rows in batches of four are three steps. The best policy has the held-out loss it is kept
-    for."""
+    for; standard errors are over rows, of unequal lengths."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = [{"prompt": f"{a}0+0{a}=", "completion": f"{a}{a}"} for a in range(1, 6)]
+    rows = [{"prompt": f"{a}0+0{a}=", "completion": f"{a}{a}"[: 1 + a % 2]} for a in range(1, 6)]
     for name, part in (("train", rows), ("held", rows[:3])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     told = run_here(
@@ -135,6 +135,24 @@ def test_epochs_lora_and_an_evaluation_that_is_transformers_own(tiny_model: str,
         right.append(logits.argmax(-1) == ids[0, len(prompt) :])
     assert best["eval/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
     assert best["eval/token_accuracy"] == pytest.approx(float(torch.cat(right).float().mean()))
+    stderr = ratio_stderr([one.sum().item() for one in losses], [len(one) for one in losses])
+    assert best["eval/loss_stderr"] == pytest.approx(stderr, rel=1e-3)
+    assert best["eval/perplexity_stderr"] == pytest.approx(stderr * best["eval/perplexity"], rel=1e-3)
+    stderr = ratio_stderr([float(one.sum()) for one in right], [len(one) for one in right])
+    assert best["eval/token_accuracy_stderr"] == pytest.approx(stderr)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["loss_after_stderr"] == evaluations(run)[-1]["eval/loss_stderr"]
+    assert told.count("perplexity_stderr") == 0 and "(+/- " in told and "standard error at the end" in told
+    assert " ± " in (run / "report.html").read_text()
+
+
+def ratio_stderr(totals: list[float], sizes: list[int]) -> float:
+    """Of the ratio of two sums, by the variances and the covariance of its terms."""
+    mean, size = np.mean(totals), np.mean(sizes)
+    spread = np.cov(totals, sizes)
+    ratio = mean / size
+    variance = spread[0, 0] - 2 * ratio * spread[0, 1] + ratio**2 * spread[1, 1]
+    return float(np.sqrt(variance / len(totals)) / size)
 
 
 @pytest.mark.slow
@@ -146,7 +164,8 @@ def test_two_ranks_with_zero3_learn_what_one_does(tiny_model: str, tmp_path: Pat
         for key in ("policy/loss", "policy/grad_norm", "rows/tokens_mean"):
             assert two[key] == pytest.approx(one[key], rel=1e-3), key
     for one, two in zip(evaluations(tmp_path / "one"), evaluations(tmp_path / "two"), strict=True):
-        assert two["eval/loss"] == pytest.approx(one["eval/loss"], rel=1e-3)
+        for key in ("eval/loss", "eval/loss_stderr", "eval/perplexity_stderr"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3), key
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -215,6 +215,9 @@ UNFIT = {
         "longest pair of sequences: 2 x (rollout.max_prompt_tokens + rollout.max_response_tokens) = 26",
     ),
     "KL to steer": (["--algo", "bok", "--kl.coef", "0.1", "--kl.target", "3"], 1, "bok has none"),
+    "no value model": (["--algo", "grpo", "--model.value_path", "v"], 1, "model.value_path is a value model to start"),
+    "no reference": (["--algo", "bok", "--model.reference_path", "r"], 1, "reference policy, and bok has none"),
+    "no KL to a reference": (["--kl.coef", "0", "--model.reference_path", "r"], 1, "penalty (kl.coef 0) there is none"),
     "many times the same response": (["--eval.samples_per_prompt", "4"], 1, "eval.temperature above 0"),
 }
 

@@ -190,3 +190,12 @@ def test_mixtures_that_make_no_sense_are_one_line(tmp_path: Path, mixture: str, 
         place = arguments.index("--reward.function")
         del arguments[place : place + 2]
     assert needle in refusal(arguments)
+
+
+@pytest.mark.parametrize("algo", ["sft", "ppo"])
+def test_a_split_that_leaves_nothing_says_what_to_do(tmp_path: Path, algo: str) -> None:
+    rows = [{"prompt": "a b c", "completion": "d"}]
+    path, load = str(users.write_rows(tmp_path / "rows.jsonl", rows)), load_rows if algo == "sft" else load_prompts
+    for fraction, advice in ((0.001, "raise it"), (0.999, "lower it")):
+        with pytest.raises(ConfigError, match=rf"rows\.jsonl, data\.eval_fraction {fraction}: .*{advice}"):
+            load(config(algo=algo, path=path, eval_fraction=fraction), users.tokenizer())

@@ -265,6 +265,8 @@ SETTINGS = {
         ["--algo", "reward_model", "--data.task", "addition", "--train.entropy_coef", "0.1"],
         "train.entropy_coef is about a policy, and reward_model trains none",
     ),
+    "reference": ([*ROWS, "--model.reference_path", "r"], "is the frozen reference policy, and sft has none"),
+    "value model": ([*ROWS, "--model.value_path", "v"], "is a value model to start from, and sft has none"),
     "no model": (["--algo", "sft", "--data.path", "rows.jsonl"], "model.path is missing"),
 }
 
