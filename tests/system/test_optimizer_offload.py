@@ -8,9 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.config import Config
+from engine.generation.shared_weights import SharedWeights
 from engine.machine.world import joined
-from tests.system import optimizer_offloading
+from engine.training import models, zero
+from tests.system import optimizer_offloading, shared
 from tests.system.helpers import run_here, run_ranks, steps
 from tests.system.test_runs import samples, short
 
@@ -40,3 +44,18 @@ def test_a_run_resumes_token_for_token(tiny_model: str, tmp_path: Path) -> None:
     assert [row["response"] for row in parts] == [row["response"] for row in whole]
     said = run_here(f"--resume {tmp_path / 'parts'} --train.optimizer_offload none", ok=False)
     assert "train.optimizer_offload" in said.stderr
+
+
+def test_the_sampler_can_use_the_weights_in_place(tmp_path: Path) -> None:
+    """DeepSpeed's buffer on the device is laid out, and stays where it is, as without."""
+    pytest.importorskip("vllm")
+    shared.make_model("Qwen2", tied=False).save_pretrained(tmp_path)
+    policy = models.load_policy(str(tmp_path), dtype=torch.bfloat16)
+    train = {"zero_stage": 2, "optimizer_offload": "cpu"}
+    config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": train})
+    with joined("cpu", 5):
+        engine = zero.build(policy, config, learning_rate=0.1, total_steps=2)
+        assert SharedWeights(engine).fits() is None
+        before = [parameter.data_ptr() for parameter in engine.module.parameters()]
+        shared.step(engine, 1)
+        assert [parameter.data_ptr() for parameter in engine.module.parameters()] == before

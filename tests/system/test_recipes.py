@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ CHAT = "{% for m in messages %}<turn> {{ m['content'] }}{{ eos_token }} {% endfo
 SPLIT = "--launch.ranks 2 --schedule.placement split --schedule.staleness 1"
 RUNS = {
     "tldr": ["sft", "gold", "reward", "dpo", "ppo", "rloo", "grpo", "online_dpo", "bok"],
-    "gsm8k": ["rloo", "grpo", "lora_7b"],
+    "gsm8k": ["rloo", "grpo", "lora_7b", "full_7b"],
     "chat": ["sft", "reward", "dpo", "online_dpo"],
 }
 FAST = ("tldr", "rloo")
@@ -154,7 +155,6 @@ def test_every_recipe_of_a_run_is_here() -> None:
 
 
 @pytest.mark.parametrize("task", RUNS)
-@pytest.mark.slow
 def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, task: str) -> None:
     recipe = ROOT / "configs" / task / "evaluate.yaml"
     words = {
@@ -172,7 +172,8 @@ def test_an_evaluation_runs(models: dict[str, dict[str, Path]], tmp_path: Path, 
         words["reward.model"] = models[task]["judge"]
     given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
     assert engine.evaluate.main([str(models[task]["policy"]), *given]) == 0
-    assert (tmp_path / "out" / "evaluation.json").is_file()
+    (model,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"]
+    assert {"tldr": "win_rate", "gsm8k": "pass@4", "chat": "score"}[task] in model["figures"]
 
 
 @pytest.mark.slow
