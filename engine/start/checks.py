@@ -108,9 +108,8 @@ def _check_optimizer_offload(config: Config) -> None:
             "memory.offload on takes optimizer states to host memory and back to the GPU, where "
             "train.optimizer_offload cpu never has them: give one"
         )
-    folders = os.pathsep.join(
-        [os.environ.get("PATH", ""), sysconfig.get_path("scripts")]
-    )  # pip's ninja is in the latter
+    # The virtual environment, where pip puts ninja, need not be in PATH.
+    folders = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
     for program in ((os.environ.get("CXX") or "c++").split()[0], "ninja"):
         if not shutil.which(program, path=folders):
             raise ConfigError(
