@@ -108,8 +108,10 @@ def _check_optimizer_offload(config: Config) -> None:
             "memory.offload on takes optimizer states to host memory and back to the GPU, where "
             "train.optimizer_offload cpu never has them: give one"
         )
-    for program, where in ((os.environ.get("CXX", "c++"), None), ("ninja", sysconfig.get_path("scripts"))):
-        if not (shutil.which(program) or shutil.which(program, path=where)):
+    # The virtual environment, where pip puts ninja, need not be in PATH.
+    folders = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
+    for program in ((os.environ.get("CXX") or "c++").split()[0], "ninja"):
+        if not shutil.which(program, path=folders):
             raise ConfigError(
                 f"train.optimizer_offload cpu needs '{program}': DeepSpeed compiles its optimizer at its first use"
             )

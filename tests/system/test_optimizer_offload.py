@@ -18,7 +18,7 @@ from tests.system import optimizer_offloading, shared
 from tests.system.helpers import run_here, run_ranks, steps
 from tests.system.test_runs import samples, short
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ON_HOST = "--train.zero_stage 2 --train.optimizer_offload cpu --train.schedule constant "
 
 

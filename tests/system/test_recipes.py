@@ -132,6 +132,7 @@ def small(config: Config, models: dict[str, Path], folder: Path, data: list[dict
         for stage in stages
     ],
 )
+@pytest.mark.timeout(900)  # the first to offload an optimizer waits until it is compiled
 @pytest.mark.usefixtures("without_pictures")
 def test_a_recipe_runs(start: Start, task: str, stage: str) -> None:
     run = start(task, stage)
