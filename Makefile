@@ -15,9 +15,10 @@ PINS_gpu := requirements/gpu.txt requirements/test.txt
 FAST_TESTS := $(if $(filter cpu,$(SET)),not slow and not gpu,not slow)
 ALL_TESTS := $(if $(filter cpu,$(SET)),not gpu,gpu or not gpu)
 
-.PHONY: help setup run test test-full lint clean
+.PHONY: help setup run pipeline test test-full lint clean
 help:
 	@echo "make run        set up, then train a small model with PPO (ARGS=... go to engine.run)"
+	@echo "make pipeline   set up, then from random weights to a judged policy: SFT, reward models, online DPO, evaluation"
 	@echo "make test       set up, then lint, types and the fast tests; make test-full adds the slow ones"
 	@echo "make lint       ruff and mypy        make setup    the set-up alone        make clean    remove it"
 
@@ -36,6 +37,9 @@ $(VENV)/.built-$(SET): $(VENV)/.deps-$(SET) setup.py pyproject.toml $(shell find
 
 run: setup
 	$(PY) -m engine.run --algo ppo $(ARGS)
+
+pipeline: setup
+	$(PY) -m scripts.pipeline $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check

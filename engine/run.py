@@ -13,10 +13,11 @@ from pathlib import Path
 from engine.config import Config, ConfigError, cli
 from engine.launch import failures, launcher, signals
 from engine.machine import children, devices, disk
+from engine.machine.meeting import Meeting
 from engine.memory import planning
 from engine.models import hub
 from engine.run_folder import checkpoints, folder
-from engine.start import checks
+from engine.start import agreement, checks
 
 FIXED = {
     "algo", "seed", "model.path", "model.value_path", "model.reference_path", "model.dtype", "lora.rank",
@@ -24,8 +25,8 @@ FIXED = {
     "data.mixture", "data.eval_fraction", "data.prompt_column", "data.completion_column", "data.messages_column",
     "data.chosen_column", "data.rejected_column", "data.tools_column", "data.loss_on", "data.max_row_tokens",
     "data.too_long", "data.chat_template", "data.chat_template_kwargs", "data.new_special_tokens", "data.templated",
-    "rollout.max_prompt_tokens", "train.zero_stage", "train.epochs_per_batch", "train.minibatches_per_batch",
-    "schedule.placement", "schedule.staleness", "schedule.generators",
+    "rollout.max_prompt_tokens", "train.zero_stage", "train.optimizer_offload", "train.epochs_per_batch",
+    "train.minibatches_per_batch", "schedule.placement", "schedule.staleness", "schedule.generators",
 }  # fmt: skip
 """What a resumed run cannot change: its checkpoint would not load, or would go on as another run."""
 
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if devices.is_rank():
         launcher.die_with_launcher()
         faulthandler.enable()  # a rank that a library ends by a signal says where it was
+    meeting = Meeting()
     try:
         config, options = cli.parse(argv)
         if options.print_config:
@@ -59,24 +61,26 @@ def main(argv: list[str] | None = None) -> int:
             _check_resumed_run(config, world_size)
         _check_packages(config)
         if device_type == "cuda" and not devices.is_rank():
-            planning.plans(
-                config, world_size, planning.gpu_bytes(config)
-            )  # too small a GPU is said before anything starts
+            # Too small a GPU, or a machine with too little memory, is said before anything starts.
+            plans = planning.plans(config, world_size, planning.gpu_bytes(config))
+            planning.check_host(config, plans["train"], world_size - config.generating_ranks)
     except ConfigError as error:
-        return failures.refuse(error)
+        return failures.refuse(error, meeting)
     launcher.tidy_environment(device_type)
     launcher.mute_libraries()
     signals.stop_on_sigterm(devices.is_rank())
     try:
         if world_size > 1 and not devices.is_rank():
             return launcher.start_ranks(world_size, argv)
+        agreement.on_settings(config, meeting)
         from engine import loop
         from engine.start import preflight  # import torch
 
         inputs = preflight.read(config)
+        agreement.on_inputs(config, inputs, meeting)
         loop.run(preflight.with_steps(config, inputs), inputs, options.config)
     except ConfigError as error:
-        return failures.refuse(error)
+        return failures.refuse(error, meeting)
     except KeyboardInterrupt as error:
         if not failures.ours():  # the launcher says it
             print("interrupted", file=sys.stderr)
@@ -91,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         if not failures.lost_connection(error):
+            meeting.tell(failures.one_line(f"failed: {type(error).__name__}: {error}"))
             raise
         # The launcher, which sees the other rank's end, may send SIGTERM meanwhile: it changes nothing here.
         with contextlib.suppress(KeyboardInterrupt):

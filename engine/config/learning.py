@@ -85,6 +85,11 @@ class Train(Section):
         8192, description="Token budget of one forward pass on one rank, prompts and responses packed without padding"
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
+    optimizer_offload: Literal["none", "cpu"] = Field(
+        "none",
+        description="cpu: fp32 weights, AdamW's states and gradients are in host memory always, and the CPU makes the "
+        "optimizer steps, which takes longer; with zero_stage 2 or 3. (memory.offload: only while generating)",
+    )
     max_grad_norm: NonNegative = Field(1.0, description="Gradient clipping by global norm; 0 turns it off")
     adam_betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's two decay rates")
     adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")

@@ -184,8 +184,9 @@ class _Reader:
             prompts.append(prompt)
             held_control += held
         if not prompts:
-            long = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})"
-            why = long if seen else sources.emptiness(self.config.data)
+            why = sources.why_empty(self.config.data, kind)
+            if seen:
+                why = f"all {seen} are longer than rollout.max_prompt_tokens ({longest})"
             raise ConfigError(f"no {kind} prompt is left of {source}: {why}")
         if too_long:
             self.notes.append(

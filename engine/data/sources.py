@@ -106,11 +106,6 @@ def in_turns(sources: Iterable[Source]) -> Iterator[Row]:
                 left.remove(rows)
 
 
-def emptiness(data: Data) -> str:
-    """Why a source gave no row, in words."""
-    return "it has no rows" if data.eval_fraction is None else "that share leaves it none of the rows"
-
-
 def is_held_out(row: Row, data: Data) -> bool:
     """True for a row that ``data.eval_fraction`` holds out: a SHA-256 of its prompt, as a number, is below that share.
 
@@ -151,3 +146,12 @@ def _asked(columns: Mapping[str, Any], data: Data) -> Any:
 def _opening(messages: list[Any]) -> list[Any]:
     roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
     return messages[: roles.index("assistant")] if "assistant" in roles else messages
+
+
+def why_empty(data: Data, kind: str) -> str:
+    """Why the ``"training"`` or the ``"held-out"`` rows are none, where none of them was dropped."""
+    if data.eval_fraction is None:
+        return "it has no rows"
+    if kind == "held-out":
+        return "it has no prompt whose hash is below that share: raise it"
+    return "all its prompts are held out: lower it"

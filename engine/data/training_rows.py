@@ -137,7 +137,7 @@ class _Reader:
             count.in_loss += sum(one.loss_tokens for one in unit)
         if not found:
             fault = "are longer than" if data.too_long == "drop" else "have nothing of the loss within"
-            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else sources.emptiness(data)
+            why = f"all {count.dropped} {fault} data.max_row_tokens" if count.dropped else sources.why_empty(data, kind)
             raise ConfigError(f"no {kind} row is left of {source}: {why}")
         of = f"{source}: " if data.mixture else ""
         self.notes.append(of + count.line(kind, data.max_row_tokens, self.config.trained == "policy"))

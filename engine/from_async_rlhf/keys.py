@@ -146,7 +146,7 @@ LAUNCHER = {
 """Keys of accelerate's file that have a counterpart."""
 
 LAUNCHER_LEFT_OUT = {
-    "deepspeed_config.offload_optimizer_device": "memory.offload moves optimizer states between the phases",
+    "deepspeed_config.offload_optimizer_device": "for cpu give train.optimizer_offload cpu",
     "deepspeed_config.offload_param_device": "memory.sleep and memory.offload do",
     "deepspeed_config.zero3_init_flag": "models are read in host memory",
     **dict.fromkeys(["compute_environment", "debug", "downcast_bf16", "main_training_function"], "not needed"),

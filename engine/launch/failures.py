@@ -18,6 +18,7 @@ from pathlib import Path
 
 from engine.config import ConfigError
 from engine.launch import signals
+from engine.machine.meeting import Meeting
 from engine.report import records
 from engine.report.html import write_report
 
@@ -48,22 +49,31 @@ def one_line(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} [...] {line[-LONGEST // 2 :]}"
 
 
-def refuse(error: ConfigError) -> int:
+def refuse(error: ConfigError, meeting: Meeting | None = None) -> int:
     """Says why a run cannot be, in one line whatever the number of ranks; gives the exit status.
 
     Ranks of our launcher hand it over, and the launcher prints the first one. Of another launcher's ranks the first of
     each machine prints; the others wait to be ended by their launcher, and print if they alone refuse.
+
+    Args:
+        meeting: of the ranks of a run that may be on several nodes, none of which may wait for this one in vain.
     """
     line = f"error: {one_line(str(error))}"
     if ours():
         with contextlib.suppress(FileExistsError), open(os.environ[REFUSAL_FILE], "x", encoding="utf-8") as file:
             file.write(line)
         return 2
-    local = os.environ.get("LOCAL_RANK", "0")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and local.isdigit() and int(local):
+    launched, local = "RANK" in os.environ and "WORLD_SIZE" in os.environ, os.environ.get("LOCAL_RANK", "0")
+    first = not (launched and local.isdigit() and int(local))
+    if launched:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if first:
+        print(line, file=sys.stderr, flush=True)
+    if meeting is not None:
+        meeting.tell(one_line(str(error)))
+    if not first:
         time.sleep(PATIENCE)
-    print(line, file=sys.stderr)
+        print(line, file=sys.stderr)
     return 2
 
 

@@ -20,6 +20,13 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def several_nodes() -> bool:
+    """True in a rank whose launcher, torchrun or deepspeed, says that other machines have ranks of the run as well."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""  # torchrun's or deepspeed's word
+    everywhere = os.environ.get("WORLD_SIZE", "")
+    return here.isdecimal() and everywhere.isdecimal() and int(here) < int(everywhere)
+
+
 def visible_gpus() -> int:
     """GPUs this process may use, without loading CUDA: the driver's device files, less what the environment hides."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

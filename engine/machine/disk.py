@@ -142,10 +142,34 @@ def probe(key: str, folder: Path) -> None:
     Raises:
         ConfigError: names the setting ``key``.
     """
+    with trial_file(key, folder):
+        pass
+
+
+@contextlib.contextmanager
+def trial_file(key: str, folder: Path) -> Iterator[Path]:
+    """A file in ``folder`` for as long as the block runs; the folder is made, and removed again if it is empty then.
+
+    Raises:
+        ConfigError: names the setting ``key``.
+    """
     import tempfile
 
     from engine.config import ConfigError
 
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_folders(folder))
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".tandem-"))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from None
+        yield folder / Path(file.name).name  # as the folder is named, also where that depends on where one is
+
+
+@contextlib.contextmanager
+def _folders(folder: Path) -> Iterator[None]:
+    """Makes a folder and its parents, as far as they are missing, for as long as the block runs."""
     made: list[Path] = []
     try:
         missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
@@ -153,11 +177,7 @@ def probe(key: str, folder: Path) -> None:
             with contextlib.suppress(FileExistsError):  # another run that starts at the same moment
                 place.mkdir()
                 made.append(place)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from None
+        yield
     finally:
         for place in reversed(made):
             with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ class Arrangement:
     kv_cache: int
     """Bytes."""
     host: int
-    """Bytes of pinned host memory."""
+    """Bytes of host memory of one rank."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Budget:
 
     config: Config
     side: Side
+    world_size: int
+    """Ranks of the whole run."""
     samples: bool
     """A sampler lives on these GPUs."""
     gpu_bytes: int
@@ -109,6 +111,7 @@ class Budget:
                 ranks,
                 adapters=adapters.get(name, 0),
                 layer=shape.layer if shape.kind in WHOLE_LAYERS else 0,
+                on_host=config.train.optimizer_offload == "cpu",
             )
             for name, (shape, count) in models.items()
         }
@@ -149,6 +152,7 @@ class Budget:
         return cls(
             config=config,
             side=side,
+            world_size=world_size,
             samples=samples,
             gpu_bytes=gpu_bytes,
             engines=engines,
@@ -179,7 +183,8 @@ class Budget:
             levels = ("none",)
         elif memory.sleep != "auto":
             levels = (memory.sleep,)
-        for offload in {"auto": (False, True), "on": (True,), "off": (False,)}[memory.offload]:
+        moved = "off" if self.config.train.optimizer_offload == "cpu" else memory.offload
+        for offload in {"auto": (False, True), "on": (True,), "off": (False,)}[moved]:
             for checkpointing in self.recomputing:
                 for sleep in levels:
                     yield sleep, offload, checkpointing
@@ -188,7 +193,8 @@ class Budget:
         """The phases under an arrangement, with this KV cache or as much as fits, but no more than can be used."""
         vllm = self.config.generation.backend == "vllm"
         states = {f"{_words(name)} fp32 and AdamW": engine.states for name, engine in self.engines.items()}
-        trainer = states | {"ZeRO-3 buffers": sum(engine.buffers for engine in self.engines.values())}
+        buffers = sum(engine.buffers for engine in self.engines.values())
+        trainer = states | {f"ZeRO-{self.config.train.zero_stage} buffers": buffers}
         weights = {"vLLM weights" if vllm else "sampler's weights": self.sampler_weights}
         sampling, training = {"sampling": self.sampling}, self.training[checkpointing]
         if takes_turns(self.config):
@@ -207,6 +213,7 @@ class Budget:
         for name in holders:
             phases[name]["KV cache"] = cache
         host = (sum(states.values()) if offload else 0) + (self.sampler_weights if sleep == "level1" else 0)
+        host += sum(engine.host for engine in self.engines.values())
         there = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
         return Arrangement(sleep, offload, checkpointing, there, cache, host)
 
@@ -233,13 +240,17 @@ class Budget:
             if self._fits(tried[-1], self.useful_kv):
                 return tried[-1]
         best = max(tried, key=lambda one: one.kv_cache)
-        least = self.useful_kv if self.at_once else self.least_kv
-        if not self._fits(best, least):
+        if not self._fits(best, self._enough_kv):
             last = tried[-1]
             recomputed = (self.arranged(one.sleep, one.offload, True) for one in tried)
-            helps = not last.checkpointing and any(self._fits(one, least) for one in recomputed)
-            self._refuse(self.arranged(last.sleep, last.offload, last.checkpointing, least), helps)
+            helps = not last.checkpointing and any(self._fits(one, self._enough_kv) for one in recomputed)
+            self._refuse(self.arranged(last.sleep, last.offload, last.checkpointing, self._enough_kv), helps)
         return best
+
+    @property
+    def _enough_kv(self) -> int:
+        """Bytes of the KV cache without which nothing is arranged."""
+        return self.useful_kv if self.at_once else self.least_kv
 
     def _fits(self, one: Arrangement, cache: int) -> bool:
         fullest = max(sum(parts.values()) for parts in one.phases.values())
@@ -256,6 +267,9 @@ class Budget:
             advice = f"the largest part is '{largest}' with {gib(parts[largest])} GiB: {self._advice(largest)}"
             if recomputing_helps:
                 advice += "; or set model.gradient_checkpointing true"
+            if self._fits_with_optimizer_offload():
+                stage = " with train.zero_stage 2" if self.config.train.zero_stage < 2 else ""
+                advice += f"; or set train.optimizer_offload cpu{stage}"
             what = {"train": "training", "generate": "generating"}[phase]
             if self.at_once:
                 what = "schedule.staleness 1 on the same GPUs has sampler and trainer awake at once and"
@@ -264,6 +278,16 @@ class Budget:
                 f"the GPU is too small: {what} needs {gib(needed)} GiB, {gib(missing)} GiB more than the "
                 f"{gib(self.capacity)} GiB there are for it; {advice}"
             )
+
+    def _fits_with_optimizer_offload(self) -> bool:
+        """True where ``train.optimizer_offload`` is not set and would help."""
+        train = self.config.train
+        if self.side == "generate" or train.optimizer_offload == "cpu" or self.config.model.dtype == "float16":
+            return False
+        changed = train.model_copy(update={"optimizer_offload": "cpu", "zero_stage": max(2, train.zero_stage)})
+        config = self.config.model_copy(update={"train": changed})
+        other = Budget.of(config, self.world_size, self.gpu_bytes, self.side)
+        return any(other._fits(other.arranged(*one), other._enough_kv) for one in other.arrangements())
 
     def _advice(self, part: str) -> str:
         """What makes a part smaller."""

@@ -50,7 +50,7 @@ class MemoryPlan:
     wanted_kv_bytes: int = 0
     """KV cache with room for every sequence that may be sampled at a time."""
     host_bytes: int = 0
-    """Pinned host memory of one rank."""
+    """Host memory of one rank for what leaves the GPU or never comes there."""
     checkpointing: bool = False
     """Training recomputes each layer's activations in the backward pass."""
     setting: str = ""
@@ -81,7 +81,7 @@ class MemoryPlan:
         ):
             lines.append(f"  {name:{width}}" + "".join(f"{gib(value):>10}" for value in values))
         if self.host_bytes:
-            lines.append(f"  host memory of a rank: {gib(self.host_bytes)} GiB, pinned")
+            lines.append(f"  host memory of a rank: {gib(self.host_bytes)} GiB")
         return "\n".join([*lines, f"  decision: {self.decision}"])
 
     @property
@@ -173,6 +173,16 @@ def plan(config: Config, world_size: int, gpu_bytes: int, side: Side = "train") 
     )
 
 
+def check_host(config: Config, plan: MemoryPlan, ranks: int) -> None:
+    """Raises ``ConfigError`` where this machine's memory cannot hold the optimizers of ``ranks`` ranks on it."""
+    there, needed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), ranks * plan.host_bytes
+    if config.train.optimizer_offload == "cpu" and needed > there:
+        raise ConfigError(
+            f"train.optimizer_offload cpu needs {gib(needed)} GiB of host memory, and this machine has {gib(there)} "
+            "GiB: use more GPUs or lora.rank instead, or take a smaller model"
+        )
+
+
 def _setting(config: Config, world_size: int, side: Side) -> str:
     generators = config.generating_ranks
     ranks = generators if side == "generate" else world_size - generators
@@ -181,7 +191,8 @@ def _setting(config: Config, world_size: int, side: Side) -> str:
         who += f" that {side}{'' if ranks > 1 else 's'}"
     if side == "generate":
         return f"{who}, tensor parallel {config.generation.tensor_parallel}, {config.model.dtype}"
-    return f"{who}, ZeRO-{config.train.zero_stage}, {config.model.dtype}"
+    optimizer = ", optimizer on the CPU" if config.train.optimizer_offload == "cpu" else ""
+    return f"{who}, ZeRO-{config.train.zero_stage}{optimizer}, {config.model.dtype}"
 
 
 def _refuse_expandable_segments() -> None:

@@ -52,6 +52,8 @@ class Engine:
     """LoRA's parameters, beside ``parameters`` and trained in their place; 0 trains those."""
     layer: int = 0
     """Parameters of a decoder layer if ZeRO-3 gathers and reduces it whole."""
+    on_host: bool = False
+    """``train.optimizer_offload``, with ZeRO-2 or 3: states and gradients are in host memory."""
 
     @property
     def trained(self) -> int:
@@ -70,18 +72,29 @@ class Engine:
     @property
     def states(self) -> int:
         """fp32 master weights and AdamW's two moments."""
+        if self.on_host:
+            return 0
         if self.stage == 0:  # on fp32 weights AdamW works in place
             return (8 if self.item == 4 else 12) * self.trained
         return self._shard(12)
 
     @property
+    def host(self) -> int:
+        """Host memory: fp32 weights, moments and gradients; the new weights and the accumulated gradients besides."""
+        return self._shard(16 + 2 * self.item) if self.on_host else 0
+
+    @property
     def buffers(self) -> int:
-        """What ZeRO-3 never frees: gradients and the bucket they are reduced in."""
+        """What ZeRO-3 never frees, gradients and the bucket they are reduced in; or ZeRO-2's way to the host."""
+        if self.on_host:
+            return self.item * (REDUCE_BUCKET if self.stage == 3 else min(self.largest, self.trained))
         return self._shard(self.item) + self.item * REDUCE_BUCKET if self.stage == 3 else 0
 
     @property
     def accumulated(self) -> int:
         """Gradients between two microbatches. ZeRO-1 keeps its bucket with them until the step."""
+        if self.on_host:
+            return 0
         bucket = self.item * REDUCE_BUCKET
         whole = self.item * self.trained
         return {0: whole, 1: whole + bucket, 2: self._shard(self.item), 3: 0}[self.stage]
@@ -102,6 +115,8 @@ class Engine:
         copy = min(max(largest, bucket), self.item * self.trained)  # what is reduced is flattened first
         if self.stage < 2:
             return largest
+        if self.stage == 2 and self.on_host:  # those larger than a bucket, of embedding and head, stay to the end
+            return 2 * largest + bucket + copy
         if self.stage == 2:
             return self._shard(self.item) + bucket + copy
         return max(largest, self.item * min(self.layer, self.trained)) + copy
@@ -109,6 +124,8 @@ class Engine:
     @property
     def step(self) -> int:
         """An optimizer step in place of ``accumulated``: gradients, the same flattened, and in fp32."""
+        if self.on_host:  # one gradient at a time comes back to be measured and to become fp32
+            return (self.item + 4) * min(self.largest, self.trained)
         if self.stage == 0:
             return self.accumulated + 4 * self.trained
         kept = 0 if self.stage == 3 else self._shard(self.item)

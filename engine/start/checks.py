@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 
 from engine.config import Config, ConfigError, user_code
 from engine.data import checks as data_checks
@@ -45,6 +47,7 @@ def check(config: Config, world_size: int, device_type: str) -> None:
         )
     if config.model.dtype == "float16" and device_type == "cpu":
         raise ConfigError("model.dtype float16 cannot train on a CPU: take float32 or bfloat16")
+    _check_optimizer_offload(config)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -88,6 +91,30 @@ def _check_other_models(config: Config) -> None:
     if model.reference_path is not None and not config.has_reference:
         why = f"{name} has none" if config.algorithm.kl is None else "without a KL penalty (kl.coef 0) there is none"
         raise ConfigError(f"model.reference_path is the frozen reference policy, and {why}: leave it out")
+
+
+def _check_optimizer_offload(config: Config) -> None:
+    if config.train.optimizer_offload == "none":
+        return
+    if config.train.zero_stage < 2:
+        raise ConfigError(
+            f"train.optimizer_offload cpu goes with ZeRO-2 and 3, and train.zero_stage is {config.train.zero_stage}: "
+            "set it to 2"
+        )
+    if config.model.dtype == "float16":
+        raise ConfigError("train.optimizer_offload cpu does not go with model.dtype float16: take bfloat16")
+    if config.memory.offload == "on":
+        raise ConfigError(
+            "memory.offload on takes optimizer states to host memory and back to the GPU, where "
+            "train.optimizer_offload cpu never has them: give one"
+        )
+    # The virtual environment, where pip puts ninja, need not be in PATH.
+    folders = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
+    for program in ((os.environ.get("CXX") or "c++").split()[0], "ninja"):
+        if not shutil.which(program, path=folders):
+            raise ConfigError(
+                f"train.optimizer_offload cpu needs '{program}': DeepSpeed compiles its optimizer at its first use"
+            )
 
 
 def _check_schedule(config: Config, world_size: int) -> None:

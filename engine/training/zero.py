@@ -6,10 +6,13 @@ import contextlib
 import io
 import logging
 import math
+import os
+import sysconfig
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -44,18 +47,27 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
     Gradients accumulate over any number of ``backward`` calls until ``step``; DeepSpeed averages them over ranks.
     """
     train = config.train
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model),
-        lr=learning_rate,
-        betas=train.adam_betas,
-        eps=train.adam_eps,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
+    options: dict[str, Any] = {
+        "lr": learning_rate,
+        "betas": train.adam_betas,
+        "eps": train.adam_eps,
+        "weight_decay": train.weight_decay,
+    }
+    groups = parameter_groups(model)
+    optimizer: torch.optim.Optimizer
+    if train.optimizer_offload == "cpu":
+        optimizer = _cpu_adam(groups, options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, schedule_factor(train.schedule, train.warmup_steps, total_steps)
     )
     settings = _settings(config, train.zero_stage)
+    if train.optimizer_offload == "cpu":
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": torch.cuda.is_available(),
+        }
     if train.zero_stage == 0 and config.model.dtype == "float32":
         _clip_and_measure(optimizer, train.max_grad_norm)
     else:
@@ -63,6 +75,18 @@ def build(model: nn.Module, config: Config, *, learning_rate: float, total_steps
     gather_whole_layers(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     return engine
+
+
+def _cpu_adam(groups: list[dict[str, list[nn.Parameter]]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW in C++ for host memory (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840).
+
+    It is compiled at its first use on a machine, for a minute or more, and kept in torch's folder of extensions.
+    """
+    scripts = sysconfig.get_path("scripts")  # where pip puts ninja, which need not be in PATH
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), scripts])
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints how long it took to load
+        return DeepSpeedCPUAdam(groups, **options)
 
 
 def gather_whole_layers(model: nn.Module) -> None:

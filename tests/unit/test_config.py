@@ -37,6 +37,11 @@ BAD = {
     "ranks": (["--launch.ranks", "3"], "rollout.prompts_per_step (32)"),
     "minibatches": (["--train.minibatches_per_batch", "7"], "into 7 equal minibatches"),
     "microbatch too small": (["--train.tokens_per_microbatch", "8"], "train.tokens_per_microbatch (8)"),
+    "optimizer offload without its stage": (["--train.optimizer_offload", "cpu"], "train.zero_stage is 0: set it to 2"),
+    "optimizer offload both ways": (
+        ["--train.optimizer_offload", "cpu", "--train.zero_stage", "2", "--memory.offload", "on"],
+        "memory.offload on takes",
+    ),
     "truncated sampling": (["--generation.top_p", "0.9"], "generation.top_p"),
     "one sample for rloo": (["--algo", "rloo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),
     "one sample for grpo": (["--algo", "grpo", "--rollout.samples_per_prompt", "1"], "rollout.samples_per_prompt"),

@@ -78,10 +78,6 @@ def test_a_row_without_a_prompt_cannot_be_split(tmp_path: Path) -> None:
     file = users.write_rows(tmp_path / "rows.jsonl", [{"completion": "a"}])
     with pytest.raises(ConfigError, match=r"rows\.jsonl line 1 .*data\.eval_fraction"):
         load_rows(config(algo="sft", path=str(file), eval_fraction=0.3), users.tokenizer())
-    users.write_rows(file, [{"prompt": "a", "completion": "b"}])
-    for share, kind in ((1e-9, "held-out"), (1 - 1e-9, "training")):
-        with pytest.raises(ConfigError, match=f"no {kind} row is left .*: that share leaves it none of the rows"):
-            load_rows(config(algo="sft", path=str(file), eval_fraction=share), users.tokenizer())
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> Stream[tuple[int, int]]:
@@ -196,3 +192,12 @@ def test_mixtures_that_make_no_sense_are_one_line(tmp_path: Path, mixture: str, 
         place = arguments.index("--reward.function")
         del arguments[place : place + 2]
     assert needle in refusal(arguments)
+
+
+@pytest.mark.parametrize("algo", ["sft", "ppo"])
+def test_a_split_that_leaves_nothing_says_what_to_do(tmp_path: Path, algo: str) -> None:
+    rows = [{"prompt": "a b c", "completion": "d"}]
+    path, load = str(users.write_rows(tmp_path / "rows.jsonl", rows)), load_rows if algo == "sft" else load_prompts
+    for fraction, advice in ((0.001, "raise it"), (0.999, "lower it")):
+        with pytest.raises(ConfigError, match=rf"rows\.jsonl, data\.eval_fraction {fraction}: .*{advice}"):
+            load(config(algo=algo, path=path, eval_fraction=fraction), users.tokenizer())

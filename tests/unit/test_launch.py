@@ -63,6 +63,27 @@ def test_a_launcher_s_ranks_are_joined_on_any_node(environment: pytest.MonkeyPat
         configured("--local_rank=1")
 
 
+@pytest.mark.parametrize(
+    ("told", "several"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, True),  # DeepSpeed's launcher
+        ({"WORLD_SIZE": "four", "LOCAL_WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_other_nodes_are_known_by_the_ranks_that_are_not_here(
+    environment: pytest.MonkeyPatch, told: dict[str, str], several: bool
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        environment.delenv(name, raising=False)
+    for name, value in told.items():
+        environment.setenv(name, value)
+    assert devices.several_nodes() == several
+
+
 @pytest.mark.parametrize("start", ["name", "resume"])
 def test_an_earlier_start_s_errors_are_not_this_one_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str

@@ -585,3 +585,40 @@ def test_a_reward_model_in_training_has_no_language_head(qwen: str) -> None:
     adapted = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
     trained = model_shape.read("model.path", qwen).adapters(8) + 1536
     assert planning.plan(adapted, 1, H100).phases["train"].parts["reward model fp32 and AdamW"] == 12 * trained
+
+
+# -- optimizers in host memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage,ranks", [(2, 1), (2, 4), (3, 4)])
+def test_optimizers_on_the_cpu_take_host_memory_instead(qwen: str, stage: int, ranks: int) -> None:
+    """Of PPO's two models, 20 bytes a parameter: fp32 weights, moments and gradient, and twice two bytes."""
+    plan = planning.plan(configured(qwen, train__zero_stage=stage, train__optimizer_offload="cpu"), ranks, H100)
+    other = planning.plan(configured(qwen, train__zero_stage=stage), ranks, H100)
+    assert not plan.offload and "optimizer on the CPU" in plan.table()
+    train, before = plan.phases["train"].parts, other.phases["train"].parts
+    assert not {"policy fp32 and AdamW", "value fp32 and AdamW"} & train.keys()
+    assert train["policy weights"] == before["policy weights"]
+    assert plan.host_bytes == pytest.approx(20 * 2 * N / ranks, rel=1e-3)
+    embedding = 1536 * 151936
+    assert train[f"ZeRO-{stage} buffers"] == 2 * 2 * (embedding if stage == 2 else 50_000_000)
+
+
+def test_a_gpu_that_is_too_small_names_it_where_it_would_help(qwen: str) -> None:
+    with pytest.raises(ConfigError, match=r"too small.*; or set train\.optimizer_offload cpu$"):
+        planning.plan(configured(qwen), 1, 40 * GIB)
+    with pytest.raises(ConfigError, match=r"; or set train\.optimizer_offload cpu with train\.zero_stage 2$"):
+        planning.plan(configured(qwen, train__zero_stage=0), 1, 40 * GIB)
+    planning.plan(configured(qwen, train__optimizer_offload="cpu"), 1, 40 * GIB)
+    for changes in ({"train__optimizer_offload": "cpu"}, {}, {"model__dtype": "float16"}):
+        with pytest.raises(ConfigError, match="too small") as refused:
+            planning.plan(configured(qwen, **changes), 1, 8 * GIB)
+        assert "optimizer_offload" not in str(refused.value)
+
+
+def test_a_machine_with_too_little_memory_for_them_is_refused(qwen: str) -> None:
+    config = configured(qwen, train__optimizer_offload="cpu")
+    plan = planning.plan(config, 1, H100)
+    with pytest.raises(ConfigError, match=r"^train\.optimizer_offload cpu needs .* GiB of host memory"):
+        planning.check_host(config, plan, 10_000)
+    planning.check_host(configured(qwen), planning.plan(configured(qwen, memory__offload="on"), 1, H100), 10_000)
