@@ -3,7 +3,7 @@
     python -m scripts.addition_pairs responses.jsonl --verified gold-pairs.jsonl --sampled pairs.jsonl
 
 RESPONSES is a file of ``engine.generate``. The verifier makes the first file: each wrong response to a problem is a
-rejected answer, the right answer the chosen one. The second holds the first two different responses to each problem in
+rejected answer, the right answer the chosen one. The second holds the different responses to each problem two by two in
 the order in which they were sampled, which says nothing about which one is better.
 """
 
@@ -45,8 +45,8 @@ def verified_pairs(problem: dict[str, Any], responses: Sequence[str]) -> list[Pa
 
 
 def sampled_pairs(problem: dict[str, Any], responses: Sequence[str]) -> list[Pair]:
-    """The first two responses, if there are two."""
-    return [pair(problem, *responses[:2])] if len(responses) > 1 else []
+    """The first two responses, the next two and so on; an odd one is left out."""
+    return [pair(problem, *two) for two in zip(responses[::2], responses[1::2], strict=False)]
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("responses", type=Path, help="file of engine.generate, .jsonl")
     parser.add_argument("--verified", type=Path, required=True, help="file of right answers over wrong responses")
-    parser.add_argument("--sampled", type=Path, required=True, help="file of two responses each, in no order")
+    parser.add_argument("--sampled", type=Path, required=True, help="file of pairs of responses, in no order")
     options = parser.parse_args()
     problems = list(responses_by_problem(options.responses))
     for path, make in ((options.verified, verified_pairs), (options.sampled, sampled_pairs)):

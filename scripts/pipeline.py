@@ -154,7 +154,7 @@ def stages(folder: Path) -> list[Stage]:
             "four responses to each problem that is not held out",
             [
                 *(*generate, str(sft / "model"), *task, "--prompts", "train", "--rollout.samples_per_prompt", "4"),
-                *("--output", str(responses)),
+                *("--generation.temperature", "1.5", "--output", str(responses)),
             ],
             lambda: f"{len(rows(responses))} responses",
         ),
@@ -185,7 +185,7 @@ def stages(folder: Path) -> list[Stage]:
         Stage(
             "proxy",
             "the proxy reward model, on the relabelled pairs",
-            reward_model(proxy, relabelled, 120),
+            reward_model(proxy, relabelled, 240),
             lambda: reward_model_result(proxy),
         ),
         Stage(
@@ -194,7 +194,8 @@ def stages(folder: Path) -> list[Stage]:
             [
                 *(*run, "--config", "configs/quickstart.yaml", "--algo", "online_dpo"),
                 *("--model.path", str(sft / "model"), "--reward.model", str(proxy / "model")),
-                *("--train.steps", "60", "--train.learning_rate", "1e-4", "--save.hf_every_steps", "10"),
+                *("--dpo.beta", "1", "--train.steps", "60", "--train.learning_rate", "1e-4"),
+                *("--save.hf_every_steps", "10"),
                 *named(policy),
             ],
             lambda: policy_result(policy),

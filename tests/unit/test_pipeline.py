@@ -30,6 +30,8 @@ def test_the_verifier_puts_the_right_answer_over_each_wrong_response(tmp_path: P
     assert addition_pairs.verified_pairs(*problems[1]) == []
     sampled = {"prompt": "26+20=", "chosen": "45", "rejected": "46", "answer": "46"}
     assert addition_pairs.sampled_pairs(*problems[0]) == [sampled]
+    both = addition_pairs.sampled_pairs(problems[0][0], ["45", "46", "9", "8"])
+    assert both == [sampled, sampled | {"chosen": "9", "rejected": "8"}]
     assert addition_pairs.sampled_pairs(*problems[1]) == []
 
 
