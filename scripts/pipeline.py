@@ -106,7 +106,16 @@ def evaluation_result(folder: Path) -> str:
     if len(steps) < CHECKPOINTS or not (folder / "win-rate-kl.svg").exists():
         raise TooLow(f"the picture shows {len(steps)} checkpoints of at least {CHECKPOINTS}")
     last = next(model["figures"]["win_rate"] for model in models if model["name"] == "model")
-    return at_least(last["value"], 0.5 + STANDARD_ERRORS * last["stderr"], "gold win rate over the supervised policy")
+    said = at_least(last["value"], 0.5 + STANDARD_ERRORS * last["stderr"], "gold win rate over the supervised policy")
+    before, after = (right_answers(folder / "responses" / f"{name}.jsonl") for name in ("base", "model"))
+    return f"{said}; right answers by the verifier, which nobody has asked, {before:.1%} -> {after:.1%}"
+
+
+def right_answers(path: Path) -> float:
+    """The share of responses that the verifier finds right: how far the gold model's verdict is to be believed."""
+    responses = rows(path)
+    scores = addition.verify([row["response"] for row in responses], [row["answer"] for row in responses])
+    return sum(scores) / len(scores)
 
 
 def stages(folder: Path) -> list[Stage]:

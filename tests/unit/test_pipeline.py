@@ -83,11 +83,15 @@ def test_the_judged_policy(tmp_path: Path, win_rate: float, checkpoints: int, fa
     models += [{"name": "model", "step": checkpoints, "figures": figures}]
     write(tmp_path / "evaluation.json", {"models": models})
     (tmp_path / "win-rate-kl.svg").write_text("<svg/>")
+    (tmp_path / "responses").mkdir()
+    users.write_rows(tmp_path / "responses/base.jsonl", [response(0, "45"), response(1, "78")])
+    users.write_rows(tmp_path / "responses/model.jsonl", [response(0, "46"), response(1, "78")])
     if fault:
         with pytest.raises(TooLow, match=fault):
             pipeline.evaluation_result(tmp_path)
     else:
-        assert "57.0%, floor 56.0%" in pipeline.evaluation_result(tmp_path)
+        said = pipeline.evaluation_result(tmp_path)
+        assert "57.0%, floor 56.0%" in said and said.endswith("0.0% -> 50.0%")
 
 
 def test_a_failed_command_shows_the_end_of_what_it_printed(
