@@ -203,7 +203,7 @@ def stages(folder: Path) -> list[Stage]:
             [
                 *(*run, "--config", "configs/quickstart.yaml", "--algo", "online_dpo"),
                 *("--model.path", str(sft / "model"), "--reward.model", str(proxy / "model")),
-                *("--dpo.beta", "1", "--train.steps", "60", "--train.learning_rate", "1e-4"),
+                *("--dpo.beta", "0.5", "--train.steps", "60", "--train.learning_rate", "1e-4"),
                 *("--save.hf_every_steps", "10"),
                 *named(policy),
             ],
