@@ -52,13 +52,15 @@ class Unfinished:
                 self._end = self.path.stat().st_size
 
     def _look(self, made_by: dict[str, Any]) -> None:
-        """Counts what is there; a file that ends in its first line is begun anew."""
+        """Counts what is there; what ends in its first line, or was made otherwise without a row, is begun anew."""
         with self.path.open("rb") as file:
             first = file.readline()
             if not first.endswith(b"\n"):
                 return
             before = json.loads(first)["made_by"]
             if other := [key for key in made_by | before if made_by.get(key) != before.get(key)]:
+                if not file.readline().endswith(b"\n"):
+                    return
                 key = other[0]
                 raise ConfigError(
                     f"{self.path} holds {self._what} made with {key} {before.get(key)}, and now it is "

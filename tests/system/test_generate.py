@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import engine.generate
+from engine.config import ConfigError
 from engine.evaluation import response_files, sampling
 from engine.generation.base import Request, Sampling
 from engine.generation.hf import HFGenerator, truncated
@@ -125,6 +126,15 @@ def test_a_killed_command_goes_on_with_the_same_numbers(
     assert len(drawn) == 3 and "Going on after 8 of 20 responses" in capsys.readouterr().out
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not (tmp_path / "partial-out.jsonl").exists()
+
+
+def test_a_partial_file_without_a_row_binds_nobody(tmp_path: Path) -> None:
+    response_files.Unfinished(tmp_path / "out.jsonl", {"judge": "a"})
+    other = response_files.Unfinished(tmp_path / "out.jsonl", {"judge": "b"})
+    other.add([{"row": 0}])
+    with pytest.raises(ConfigError, match="made with judge b, and now it is a"):
+        response_files.Unfinished(tmp_path / "out.jsonl", {"judge": "a"})
+    assert response_files.Unfinished(tmp_path / "out.jsonl", {"judge": "b"}).rows == 1
 
 
 def test_stop_strings_end_text_and_tokens(asked: list[object], tmp_path: Path) -> None:
